@@ -1,0 +1,4 @@
+from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
+
+
+__all__ = ["AdaPerceiverConfig", "AdaptiveConfig", "OperatingPoint"]
