@@ -190,11 +190,15 @@ def rotary_embedding(config: AdaPerceiverConfig, tokens: int, device: torch.devi
 
 
 def rotate(states: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Turn neighbouring pairs of channels (2i, 2i + 1). states: (batch, heads, latents or 1, head_size)."""
-    cos, sin = rope
-    even, odd = states.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).to(states.dtype)
+    """Turn neighbouring pairs of channels (2i, 2i + 1), in float32. states: (batch, heads, latents or 1, head_size)."""
+    cos, sin = (table[:, None] for table in rope)  # (latents, 1, head_size / 2)
+    pairs = states.transpose(1, 2).float().unflatten(-1, (-1, 2))  # (batch, latents or 1, heads, head_size / 2, 2)
+    if torch.compiler.is_compiling():  # compilers fuse this, and export formats have no complex numbers
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # the same in one pass over memory
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    return turned.flatten(-2).to(states.dtype).transpose(1, 2)
 
 
 def eager_attention_forward(
@@ -328,12 +332,12 @@ class AdaPerceiverRead(nn.Module):
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
-        self.latent_token = nn.Parameter(torch.empty(config.hidden_size))
+        self.latent_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.cross_attention = AdaPerceiverCrossAttention(config)
 
     def forward(self, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(batch, patches, hidden_size) -> (batch, latents, hidden_size)"""
-        return self.cross_attention(self.latent_token[None, None], input_tokens, sink_rope=rope)
+        return self.cross_attention(self.latent_token, input_tokens, sink_rope=rope)
 
 
 class AdaPerceiverLayerScale(nn.Module):
@@ -400,12 +404,12 @@ class AdaPerceiverClassReadout(nn.Module):
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
-        self.output_token = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.output_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.write = AdaPerceiverCrossAttention(config)
 
     def forward(self, latents: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(batch, latents, hidden_size) -> (batch, 1, hidden_size)"""
-        return self.write(self.output_token[None], latents, source_rope=rope)
+        return self.write(self.output_token, latents, source_rope=rope)
 
 
 class AdaPerceiverDenseReadout(nn.Module):
@@ -630,6 +634,7 @@ class AdaPerceiverForDistillation(AdaPerceiverPreTrainedModel):
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
+        self.loss_type = "ForImageClassification"  # transformers would infer it from the class name
         self.adaperceiver = AdaPerceiverModel(config, output_tokens="both")
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.feature_adapter = AdaPerceiverFeatureAdapter(config)

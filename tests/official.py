@@ -66,15 +66,20 @@ def recorded() -> dict[str, torch.Tensor]:
     return load_file(FIXTURES / "io.safetensors")
 
 
+def our_name(name: str, names: list[tuple[str, str]] = NAMES) -> str:
+    for pattern, replacement in names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def parameters(prefixes: list[str], names: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
     """The reference weights whose names in the file start with one of `prefixes`, under our names."""
     state_dict = {}
     for stored_name, tensor in load_file(FIXTURES / "weights.safetensors").items():
         prefix, name = stored_name.split(".", 1)
         if prefix in prefixes:
-            for pattern, replacement in names:
-                name = re.sub(pattern, replacement, name)
-            state_dict[name] = tensor
+            name = our_name(name, names)
+            state_dict[name] = tensor.view(1, 1, -1) if name.endswith("_token") else tensor
     return state_dict
 
 

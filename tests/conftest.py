@@ -1,0 +1,81 @@
+"""What every test shares: offline, seeded, on two threads, with one tiny model."""
+
+import os
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, at its import
+
+import pytest
+import torch
+
+from adaperceiver import (
+    AdaPerceiverBackbone,
+    AdaPerceiverConfig,
+    AdaPerceiverForDepthEstimation,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+    AdaPerceiverForSemanticSegmentation,
+    AdaPerceiverModel,
+)
+
+
+TINY = {  # granularities 2, 4, 6, 8, 12, 16; widths 16, 24, 32; a 4x4 grid of patches
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_latent_tokens": 16,
+    "feature_size": 24,
+    "num_depth_bins": 8,
+    "num_labels": 10,
+}
+
+MODEL_CLASSES = [
+    AdaPerceiverModel,
+    AdaPerceiverForImageClassification,
+    AdaPerceiverForSemanticSegmentation,
+    AdaPerceiverForDepthEstimation,
+    AdaPerceiverForDistillation,
+    AdaPerceiverBackbone,
+]
+
+
+@pytest.fixture(autouse=True)
+def _repeatable():
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_config():
+    return AdaPerceiverConfig(**TINY)
+
+
+@pytest.fixture
+def tiny_model():
+    """Build a tiny model whose every parameter matters: at init, latents and layer scales are next to nothing."""
+
+    def build(model_class, **changes):
+        model = model_class(AdaPerceiverConfig(**{**TINY, **changes})).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        return model
+
+    return build
+
+
+def images(batch=2, height=32, width=32):
+    return torch.randn(batch, 3, height, width)
+
+
+def aligned(model):
+    """Safetensors maps weights at odd addresses, where kernels may sum in another order: copy them to fresh memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def assert_equal(actual, expected):
+    """Bit for bit; tensors, or tuples of them."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
