@@ -214,13 +214,16 @@ def eager_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention that can show its weights, (batch, heads, queries, keys). `groups` as in `block_attention`."""
     queries, keys = query.shape[2], key.shape[2]
+    # (start, stop, keys that these queries see)
+    slices = [(0, queries, keys)] if groups is None else [(start, stop, stop) for start, stop in groups]
     rows = []
-    for start, stop, visible in [(0, queries, keys)] if groups is None else [(a, b, b) for a, b in groups]:
-        scores = query[:, :, start:stop] @ key[:, :, :visible].transpose(2, 3) * scaling
-        weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        rows.append(nn.functional.pad(weights, (0, keys - visible)))
-    weights = nn.functional.dropout(torch.cat(rows, dim=2), p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    for start, stop, seen in slices:
+        scores = query[:, :, start:stop] @ key[:, :, :seen].transpose(2, 3) * scaling
+        rows.append(nn.functional.pad(nn.functional.softmax(scores, dim=-1, dtype=torch.float32), (0, keys - seen)))
+    weights = torch.cat(rows, dim=2).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    outputs = [weights[:, :, start:stop, :seen] @ value[:, :, :seen] for start, stop, seen in slices]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), weights
 
 
 def block_attention(
