@@ -4,7 +4,6 @@ import copy
 import json
 import operator
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 ADAPTIVE_CONFIG_NAME = "adaptive_config.json"
 ATTENTION_TYPES = ("block", "bidirectional")
+PER_IMAGE_FIELDS = ("tokens", "width", "depth", "exit_threshold")  # what a call may choose image by image
 
 
 @strict
@@ -43,7 +43,10 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             Trained token counts; they cut the latents in the groups of the block mask. Defaults to 1/8, 1/4, 3/8, 1/2,
             3/4 and all of `max_latent_tokens`.
         widths (`list[int]`, *optional*):
-            Trained widths, in units of `hidden_size`. Defaults to 1/2, 3/4 and all of `hidden_size`.
+            Trained widths, in units of `hidden_size`. Defaults to 1/2, 3/4 and all of `max_width`.
+        max_width (`int`, *optional*):
+            Width of the widest FFN that the weights of the blocks hold; defaults to `hidden_size`. Sub-networks cut from a
+            larger model have less.
         attention_type (`"block"` or `"bidirectional"`, defaults to `"block"`):
             How latents see each other: their own group and all earlier ones, or all latents.
         output_tokens (`"class"`, `"dense"` or `"both"`, defaults to `"class"`):
@@ -92,6 +95,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     rope_theta: float | int = 10000.0
     token_granularities: list[int] | tuple[int, ...] | None = None
     widths: list[int] | tuple[int, ...] | None = None
+    max_width: int | None = None
     attention_type: Literal["block", "bidirectional"] = "block"
     output_tokens: Literal["class", "dense", "both"] = "class"
     feature_size: int = 1280
@@ -107,8 +111,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.token_granularities is None:
             eighths = (self.max_latent_tokens * eighth // 8 for eighth in (1, 2, 3, 4, 6, 8))
             self.token_granularities = sorted({tokens for tokens in eighths if tokens > 0})
+        self.max_width = self.hidden_size if self.max_width is None else self.max_width
         if self.widths is None:
-            self.widths = sorted({self.hidden_size // 2, self.hidden_size * 3 // 4, self.hidden_size} - {0})
+            self.widths = sorted({self.max_width // 2, self.max_width * 3 // 4, self.max_width} - {0})
         self.token_granularities = list(self.token_granularities)
         self.widths = list(self.widths)
         self.validate_architecture()
@@ -132,9 +137,12 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         ):
             _check_int(name, getattr(self, name), low=1)
         _check_int("num_depth_bins", self.num_depth_bins, low=2)
+        _check_int("max_width", self.max_width, low=1, high=self.hidden_size)
 
         if self.image_size % self.patch_size != 0:
-            raise ValueError(f"`image_size` must be a multiple of `patch_size` ({self.patch_size}), got {self.image_size}.")
+            raise ValueError(
+                f"`image_size` must be a multiple of `patch_size` ({self.patch_size}), got {self.image_size}."
+            )
         if self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"`num_attention_heads` must divide `hidden_size` ({self.hidden_size}), got {self.num_attention_heads}."
@@ -157,7 +165,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(f"`max_depth` must be above `min_depth` ({self.min_depth}), got {self.max_depth}.")
 
         _check_ascending("token_granularities", self.token_granularities, "max_latent_tokens", self.max_latent_tokens)
-        _check_ascending("widths", self.widths, "hidden_size", self.hidden_size)
+        _check_ascending("widths", self.widths, "max_width", self.max_width)
         if self.ffn_hidden_size(self.widths[0]) < 1:
             raise ValueError(
                 f"`widths` must leave at least one hidden unit, got {self.widths[0]} with `ffn_ratio` {self.ffn_ratio}."
@@ -177,6 +185,20 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         """Hidden units of an FFN at `width`: truncated, not rounded."""
         return int(width * self.ffn_ratio)
 
+    def sub_config(self, point: "OperatingPoint") -> "AdaPerceiverConfig":
+        """The config of the sub-network that runs at `point`."""
+        tokens = min(point.tokens, self.max_latent_tokens)
+        changes = {
+            "max_latent_tokens": tokens,
+            "token_granularities": [stop for _, stop in self.token_groups(tokens, "block")],
+            "max_width": point.width,
+            "widths": [width for width in self.widths if width < point.width] + [point.width],
+            "num_hidden_layers": point.depth,
+            "out_features": None,
+            "out_indices": None,
+        }
+        return type(self).from_dict({**self.to_dict(), **changes})
+
     def token_groups(self, tokens: int, attention: str) -> list[tuple[int, int]]:
         """The groups `(start, stop)` of the block mask; latents `start:stop` see latents `:stop`."""
         stops = [granularity for granularity in self.token_granularities if granularity < tokens] + [tokens]
@@ -186,12 +208,26 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
 
 
 class OperatingPoint(NamedTuple):
-    """An `AdaptiveConfig` with nothing left open: where one call to the model runs."""
+    """An `AdaptiveConfig` with nothing left open: where one call to the model runs. A tuple holds one value per image."""
 
-    tokens: int
-    width: int | tuple[int, ...]  # a tuple holds one width per image
-    depth: int
+    tokens: int | tuple[int, ...]
+    width: int | tuple[int, ...]
+    depth: int | tuple[int, ...]
     attention: str
+    exit_threshold: float | tuple[float, ...] | None = None
+    exit_after: int = 1
+    exit_every: int = 1
+
+    def probe_depths(self) -> range:
+        """The depths, below the last, at which an image may leave."""
+        return range(self.exit_after, 0 if self.exit_threshold is None else self.depth, self.exit_every)
+
+    def per_image(self) -> dict[str, tuple]:
+        """The values that differ from image to image."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, tuple)}
+
+    def of_image(self, index: int) -> "OperatingPoint":
+        return self._replace(**{name: values[index] for name, values in self.per_image().items()})
 
 
 @dataclass
@@ -207,29 +243,41 @@ class AdaptiveConfig(PushToHubMixin):
         tokens (`int`, *optional*):
             Number of latents, 1 or more. Trained counts are `config.token_granularities`; others run as well.
         width (`int`, *optional*):
-            Width of the FFNs, 1 to `config.hidden_size`. Trained widths are `config.widths`; others run as well.
+            Width of the FFNs, 1 to `config.max_width`. Trained widths are `config.widths`; others run as well.
         depth (`int`, *optional*):
             Number of blocks, 1 to `config.num_hidden_layers`.
         attention (`str`, *optional*):
             `"block"` or `"bidirectional"`; defaults to `config.attention_type`.
+        exit_threshold (`float`, *optional*):
+            Early exit: an image leaves as soon as its largest class probability reaches this, 0 to 1. `depth` bounds it.
+        exit_after, exit_every (`int`, *optional*, default to 1):
+            Where images may leave: after block `exit_after`, and after every `exit_every`-th block from there.
+        max_gflops (`float`, *optional*):
+            Budget per image. Picks those of tokens, width and depth that are not given; see `model.operating_point`.
+        max_latency_ms (`float`, *optional*):
+            Budget per call, by the profile that `model.profile()` measured on this machine.
+
+    In a call, `tokens`, `width`, `depth` and `exit_threshold` may also be lists or tensors, one value per image.
     """
 
     tokens: int | None = None
     width: int | None = None
     depth: int | None = None
     attention: str | None = None
+    exit_threshold: float | None = None
+    exit_after: int | None = None
+    exit_every: int | None = None
+    max_gflops: float | None = None
+    max_latency_ms: float | None = None
 
     def __post_init__(self):
         self.validate()
 
     def validate(self, config: AdaPerceiverConfig | None = None) -> None:
         """Raise on values that no model (or not the model of `config`) can run at."""
-        limits = {"tokens": None, "width": config and config.hidden_size, "depth": config and config.num_hidden_layers}
-        for name, high in limits.items():
-            if getattr(self, name) is not None:
-                setattr(self, name, _check_int(name, getattr(self, name), low=1, high=high))
-        if self.attention is not None and self.attention not in ATTENTION_TYPES:
-            raise ValueError(f"`attention` must be one of {ATTENTION_TYPES}, got {self.attention!r}.")
+        for name, value in asdict(self).items():
+            if value is not None:
+                setattr(self, name, _check_field(name, value, config))
 
     def update(self, **kwargs) -> "AdaptiveConfig":
         """A copy in which the values of `kwargs` that are not `None` replace the fields of that name."""
@@ -237,40 +285,31 @@ class AdaptiveConfig(PushToHubMixin):
         changes = {name: value for name, value in kwargs.items() if value is not None}
         return type(self)(**{**asdict(self), **changes})
 
-    def operating_point(
-        self,
-        config: AdaPerceiverConfig,
-        tokens: int | None = None,
-        width: int | Sequence[int] | None = None,
-        depth: int | None = None,
-        attention: str | None = None,
-    ) -> OperatingPoint:
-        """Where a call with these arguments runs on the model of `config`. `width` may be one width per image."""
-        widths = None
-        if hasattr(width, "tolist"):  # tensors and arrays
-            width = width.tolist()
-        if isinstance(width, Sequence) and not isinstance(width, str):
-            widths = tuple(
-                _check_int(f"width[{index}]", value, low=1, high=config.hidden_size) for index, value in enumerate(width)
-            )
-            width = None
-        chosen = self.update(tokens=tokens, width=width, depth=depth, attention=attention)
+    def operating_point(self, config: AdaPerceiverConfig, **kwargs) -> OperatingPoint:
+        """Where a call with the arguments `kwargs` runs on the model of `config`, budgets left aside."""
+        per_image = {}
+        for name in PER_IMAGE_FIELDS:
+            values = kwargs.get(name)
+            values = values.tolist() if hasattr(values, "tolist") else values  # tensors and arrays
+            if isinstance(values, (list, tuple)):
+                per_image[name] = tuple(
+                    _check_field(name, value, config, label=f"{name}[{index}]") for index, value in enumerate(values)
+                )
+                kwargs[name] = None
+        chosen = self.update(**kwargs)
         chosen.validate(config)
-        return OperatingPoint(
-            tokens=config.max_latent_tokens if chosen.tokens is None else chosen.tokens,
-            width=widths or (config.hidden_size if chosen.width is None else chosen.width),
-            depth=config.num_hidden_layers if chosen.depth is None else chosen.depth,
-            attention=config.attention_type if chosen.attention is None else chosen.attention,
-        )
+        defaults = {
+            "tokens": config.max_latent_tokens,
+            "width": config.max_width,
+            "depth": config.num_hidden_layers,
+            "attention": config.attention_type,
+        }
+        point = {**defaults, **chosen.to_dict(), **per_image}
+        return OperatingPoint(**{name: value for name, value in point.items() if name in OperatingPoint._fields})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "AdaptiveConfig":
-        _check_names(cls.__name__, values, [field.name for field in fields(cls)])
-        return cls(**values)
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
         """Write `adaptive_config.json` to `save_directory`."""
@@ -280,9 +319,7 @@ class AdaptiveConfig(PushToHubMixin):
             commit_message = kwargs.pop("commit_message", None)
             repo_id = self._create_repo(kwargs.pop("repo_id", os.path.basename(save_directory)), **kwargs)
             files_before = self._get_files_timestamps(save_directory)
-        with open(os.path.join(save_directory, ADAPTIVE_CONFIG_NAME), "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=2)
-            file.write("\n")
+        write_json(self.to_dict(), os.path.join(save_directory, ADAPTIVE_CONFIG_NAME))
         if push_to_hub:
             self._upload_modified_files(
                 save_directory, repo_id, files_before, commit_message=commit_message, token=kwargs.get("token")
@@ -294,23 +331,53 @@ class AdaptiveConfig(PushToHubMixin):
         Load `adaptive_config.json` from a folder or the hub. A checkpoint without one runs at the full model: the
         fields are all `None` then. `hub_kwargs` (`revision`, `token`, `subfolder`, ...) are those of `cached_file`.
         """
-        path = cached_file(
-            pretrained_model_name_or_path,
-            ADAPTIVE_CONFIG_NAME,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **hub_kwargs,
-        )
-        if path is None:
-            return cls()
-        try:
-            with open(path, encoding="utf-8") as file:
-                return cls.from_dict(json.load(file))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is not a valid adaptive config: {error}") from error
+        path = optional_file(pretrained_model_name_or_path, ADAPTIVE_CONFIG_NAME, **hub_kwargs)
+        return cls() if path is None else read_json(cls, path)
 
     def copy(self) -> "AdaptiveConfig":
         return copy.deepcopy(self)
+
+
+def optional_file(folder_or_hub_id: str | os.PathLike, name: str, **hub_kwargs) -> str | None:
+    """The path of a file that a checkpoint may have beside its weights, or None if it has not."""
+    return cached_file(
+        folder_or_hub_id,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub_kwargs,
+    )
+
+
+def write_json(values: dict[str, Any], path: str | os.PathLike) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+
+
+def read_json(dataclass_type: type, path: str | os.PathLike) -> Any:
+    """A dataclass from the JSON file of its fields; the error names the file and what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        _check_names(dataclass_type.__name__, values, [field.name for field in fields(dataclass_type)])
+        return dataclass_type(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a valid {dataclass_type.__name__}: {error}") from error
+
+
+def _check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None, label: str | None = None) -> Any:
+    """Check one value of an operating point, and return it as a plain number or string."""
+    label = label or name
+    if name == "attention":
+        if value not in ATTENTION_TYPES:
+            raise ValueError(f"`{label}` must be one of {ATTENTION_TYPES}, got {value!r}.")
+        return value
+    if name in ("exit_threshold", "max_gflops", "max_latency_ms"):
+        low, high = (0, 1) if name == "exit_threshold" else (0, None)
+        return _check_float(label, value, low, high)
+    highest = {"width": "max_width", "depth": "num_hidden_layers", "exit_after": "num_hidden_layers"}.get(name)
+    return _check_int(label, value, low=1, high=highest and config and getattr(config, highest))
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -322,6 +389,14 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     if number is None or isinstance(value, bool) or number < low or (high is not None and number > high):
         raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
     return number
+
+
+def _check_float(name: str, value: Any, low: float, high: float | None = None) -> float:
+    allowed = f"a number of at least {low}" if high is None else f"a number from {low} to {high}"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not value >= low or (high is not None and value > high):  # a NaN is not >= either
+        raise ValueError(f"`{name}` must be {allowed}, got {value!r}.")
+    return float(value)
 
 
 def _check_ascending(name: str, values: list[int], limit_name: str, limit: int) -> None:
@@ -341,4 +416,12 @@ def _check_names(owner: str, given: dict[str, Any], allowed: list[str]) -> None:
         raise ValueError(f"{owner} has no {', '.join(f'`{name}`' for name in unknown)}; it has {', '.join(allowed)}.")
 
 
-__all__ = ["ADAPTIVE_CONFIG_NAME", "AdaPerceiverConfig", "AdaptiveConfig", "OperatingPoint"]
+__all__ = [
+    "ADAPTIVE_CONFIG_NAME",
+    "AdaPerceiverConfig",
+    "AdaptiveConfig",
+    "OperatingPoint",
+    "optional_file",
+    "read_json",
+    "write_json",
+]

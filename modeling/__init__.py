@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from .configuration import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
+from .cost_adaperceiver import AccuracyTable, LatencyProfile
 from .modeling_adaperceiver import (
     AdaPerceiverBackbone,
     AdaPerceiverForDepthEstimation,
@@ -31,6 +32,7 @@ AutoModelForDepthEstimation.register(AdaPerceiverConfig, AdaPerceiverForDepthEst
 AutoBackbone.register(AdaPerceiverConfig, AdaPerceiverBackbone)
 
 __all__ = [
+    "AccuracyTable",
     "AdaPerceiverBackbone",
     "AdaPerceiverConfig",
     "AdaPerceiverForDepthEstimation",
@@ -40,5 +42,6 @@ __all__ = [
     "AdaPerceiverModel",
     "AdaPerceiverPreTrainedModel",
     "AdaptiveConfig",
+    "LatencyProfile",
     "OperatingPoint",
 ]

@@ -25,9 +25,7 @@ def depth_loss(
     )
 
 
-def scale_invariant_log_loss(
-    log_difference: torch.Tensor, valid: torch.Tensor, warm_up: bool = False
-) -> torch.Tensor:
+def scale_invariant_log_loss(log_difference: torch.Tensor, valid: torch.Tensor, warm_up: bool = False) -> torch.Tensor:
     """`sqrt(var(g) + 0.15 * mean(g)^2)` over the valid pixels of the batch; g is 0 where a pixel is not valid."""
     count = valid.sum()
     mean = log_difference.sum() / count.clamp(min=1)

@@ -1,19 +1,19 @@
 """
 AdaPerceiver: one vision transformer whose tokens, width and depth are chosen at every call.
 
-Data flows down this file: pixels -> input tokens -> read -> blocks -> write -> head.
+Data flows one way: pixels -> input tokens -> read -> blocks -> write -> head. The layers are in `layers_adaperceiver.py`;
+this file runs them at an operating point and puts heads on top.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneMixin, filter_output_hidden_states
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BackboneOutput,
     BaseModelOutputWithPooling,
@@ -21,13 +21,25 @@ from transformers.modeling_outputs import (
     ImageClassifierOutput,
     SemanticSegmenterOutput,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
+from .cost_adaperceiver import AccuracyTable, LatencyProfile, encoder_flops, ffn_flops, measure_latency
+from .layers_adaperceiver import (
+    AdaPerceiverBlock,
+    AdaPerceiverClassReadout,
+    AdaPerceiverDenseReadout,
+    AdaPerceiverEmbeddings,
+    AdaPerceiverFFN,
+    AdaPerceiverLayerScale,
+    AdaPerceiverRead,
+    AdaPerceiverSelfAttention,
+    rotary_embedding,
+)
 from .loss_adaperceiver import (
     depth_loss,
     feature_distillation_loss,
@@ -36,41 +48,61 @@ from .loss_adaperceiver import (
 )
 
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (latents, head_size / 2), float32
-Group = tuple[int, int]  # latents start:stop, which see latents :stop
-
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class AdaptiveKwargs(TransformersKwargs, total=False):
-    """Keyword arguments of every model's call; see `AdaptiveConfig` for what they mean."""
+    """Keyword arguments of every model's call; see `AdaptiveConfig` for what the adaptive ones mean."""
 
-    tokens: int | None
+    tokens: int | Sequence[int] | torch.Tensor | None
     width: int | Sequence[int] | torch.Tensor | None
-    depth: int | None
+    depth: int | Sequence[int] | torch.Tensor | None
     attention: str | None
+    exit_threshold: float | Sequence[float] | torch.Tensor | None
+    exit_after: int | None
+    exit_every: int | None
+    max_gflops: float | None
+    max_latency_ms: float | None
     adaptive_config: AdaptiveConfig | None
+    interpolate_pos_encoding: bool | None
+
+
+CALL_KWARGS = {*TransformersKwargs.__annotations__, "interpolate_pos_encoding", "return_dict", "use_cache"}
+ADAPTIVE_KWARGS = sorted(AdaptiveKwargs.__annotations__.keys() - CALL_KWARGS)
 
 
 @dataclass
 class AdaPerceiverModelOutput(BaseModelOutputWithPooling):
     r"""
     last_hidden_state (`torch.FloatTensor` of shape `(batch, tokens, hidden_size)`):
-        The latents after the last block that ran.
+        The latents after the last block that ran; zeros follow those of images that ran with fewer tokens than others.
     pooler_output (`torch.FloatTensor` of shape `(batch, hidden_size)`, *optional*):
         The output token for classification, if the model writes one (`config.output_tokens`).
     output_tokens (`torch.FloatTensor` of shape `(batch, output tokens, hidden_size)`):
         What the latents wrote: one token per input token, or the single one for classification.
     input_tokens (`torch.FloatTensor` of shape `(batch, patches, hidden_size)`):
         The patch tokens, in row-major order, that the latents read from.
+    exit_depth (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of blocks that each image ran through, with early exit.
     """
 
     output_tokens: torch.FloatTensor | None = None
     input_tokens: torch.FloatTensor | None = None
+    exit_depth: torch.LongTensor | None = None
 
 
 @dataclass
-class AdaPerceiverDistillationOutput(ImageClassifierOutput):
+class AdaPerceiverClassifierOutput(ImageClassifierOutput):
+    r"""
+    exit_depth (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of blocks that each image ran through, with early exit.
+    """
+
+    exit_depth: torch.LongTensor | None = None
+
+
+@dataclass
+class AdaPerceiverDistillationOutput(AdaPerceiverClassifierOutput):
     r"""
     features (`torch.FloatTensor` of shape `(batch, patches, feature_size)`):
         Patch features in the teacher's space.
@@ -79,361 +111,14 @@ class AdaPerceiverDistillationOutput(ImageClassifierOutput):
     features: torch.FloatTensor | None = None
 
 
-class AdaPerceiverFFN(nn.Module):
-    """Two layers whose hidden units nest: a smaller width keeps the first ones. `gated` gives (Swi)GLU."""
-
-    def __init__(self, config: AdaPerceiverConfig, out_features: int | None = None, gated: bool = False):
-        super().__init__()
-        self.config = config
-        hidden_units = config.ffn_hidden_size(config.hidden_size)
-        self.fc1 = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias)
-        self.gate = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias) if gated else None
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(hidden_units, out_features or config.hidden_size, bias=config.ffn_bias)
-
-    def forward(self, hidden_states: torch.Tensor, width: int | tuple[int, ...] | None = None) -> torch.Tensor:
-        """hidden_states: (batch, tokens, hidden_size); a tuple of widths holds one per image."""
-        if width is None or width == self.config.hidden_size:
-            return self.fc2(self._hidden(hidden_states, self.fc1, self.gate))
-
-        layers = [layer for layer in (self.fc1, self.gate, self.fc2) if layer is not None]
-        if isinstance(width, int) and all(_is_plain_linear(layer) for layer in layers):
-            units = self.config.ffn_hidden_size(width)
-            hidden_states = self._hidden(hidden_states, *(layer and _first_rows(layer, units) for layer in (self.fc1, self.gate)))
-            return nn.functional.linear(hidden_states, self.fc2.weight[:, :units], self.fc2.bias)
-
-        # Images of one batch that differ in width, or layers that must be called as they are: mask.
-        widths = (width,) if isinstance(width, int) else width
-        units = torch.tensor([self.config.ffn_hidden_size(w) for w in widths], device=hidden_states.device)
-        hidden_states = self._hidden(hidden_states, self.fc1, self.gate)
-        kept = torch.arange(hidden_states.shape[-1], device=hidden_states.device) < units[:, None, None]
-        return self.fc2(hidden_states * kept)
-
-    def _hidden(self, hidden_states: torch.Tensor, fc1: Callable, gate: Callable | None) -> torch.Tensor:
-        if gate is None:
-            return self.activation(fc1(hidden_states))
-        return self.activation(gate(hidden_states)) * fc1(hidden_states)
-
-
-def _is_plain_linear(layer: nn.Module) -> bool:
-    """Whether `layer(x)` is `x @ weight.T + bias`: no adapter, quantisation, offloading or hook stands in between."""
-    hooked = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
-    return type(layer) is nn.Linear and not hooked
-
-
-def _first_rows(layer: nn.Linear, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    bias = None if layer.bias is None else layer.bias[:rows]
-    return lambda hidden_states: nn.functional.linear(hidden_states, layer.weight[:rows], bias)
-
-
-class AdaPerceiverEmbeddings(nn.Module):
-    """Pixels to input tokens: patches, plus positions, then the embed FFN."""
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.config = config
-        self.patch_embeddings = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
-        )
-        self.position_embeddings = nn.Parameter(torch.empty(1, config.grid_size**2, config.hidden_size))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_embed_ffn else None
-        self.ffn = AdaPerceiverFFN(config) if config.use_embed_ffn else None
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def positions(self, height: int, width: int) -> torch.Tensor:
-        """The position embedding, resampled as an image to a grid of `height` x `width` patches."""
-        side = self.config.grid_size
-        if height == side and width == side:
-            return self.position_embeddings
-        grid = self.position_embeddings.float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
-        grid = nn.functional.interpolate(grid, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
-        return grid.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
-
-    def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None = None) -> torch.Tensor:
-        """pixel_values: (batch, channels, height, width) -> (batch, patches, hidden_size), in row-major order."""
-        self.check(pixel_values, interpolate_pos_encoding)
-        patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))
-        height, width = patches.shape[-2:]
-        input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(height, width)
-        if self.ffn is not None:
-            input_tokens = self.ffn(self.norm(input_tokens))
-        return self.dropout(input_tokens)
-
-    def check(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None) -> None:
-        channels, patch, side = self.config.num_channels, self.config.patch_size, self.config.image_size
-        if pixel_values is None or pixel_values.ndim != 4 or pixel_values.shape[1] != channels:
-            shape = None if pixel_values is None else tuple(pixel_values.shape)
-            raise ValueError(f"`pixel_values` must be of shape (batch, {channels}, height, width), got {shape}.")
-        height, width = pixel_values.shape[-2:]
-        if height % patch != 0 or width % patch != 0 or height == 0 or width == 0:
-            raise ValueError(
-                f"`pixel_values` must have a height and a width that are multiples of the patch size {patch}, got "
-                f"{height}x{width}."
-            )
-        if interpolate_pos_encoding is False and (height, width) != (side, side):
-            raise ValueError(
-                f"`pixel_values` must be {side}x{side} with `interpolate_pos_encoding=False`, got {height}x{width}."
-            )
-
-
-def rotary_embedding(config: AdaPerceiverConfig, tokens: int, device: torch.device) -> Rope:
-    """
-    Cosines and sines of the latent positions, float32. Computed anew in every call rather than kept in a buffer, which
-    a cast of the model would round.
-    """
-    channels = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device)
-    frequencies = config.rope_theta ** (-channels / config.head_size)
-    if tokens > config.max_latent_tokens:
-        frequencies = frequencies / (tokens / config.max_latent_tokens)
-    angles = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def rotate(states: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Turn neighbouring pairs of channels (2i, 2i + 1), in float32. states: (batch, heads, latents or 1, head_size)."""
-    cos, sin = (table[:, None] for table in rope)  # (latents, 1, head_size / 2)
-    pairs = states.transpose(1, 2).float().unflatten(-1, (-1, 2))  # (batch, latents or 1, heads, head_size / 2, 2)
-    if torch.compiler.is_compiling():  # compilers fuse this, and export formats have no complex numbers
-        even, odd = pairs.unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:  # the same in one pass over memory
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
-    return turned.flatten(-2).to(states.dtype).transpose(1, 2)
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float,
-    dropout: float = 0.0,
-    groups: Sequence[Group] | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention that can show its weights, (batch, heads, queries, keys). `groups` as in `block_attention`."""
-    queries, keys = query.shape[2], key.shape[2]
-    # (start, stop, keys that these queries see)
-    slices = [(0, queries, keys)] if groups is None else [(start, stop, stop) for start, stop in groups]
-    rows = []
-    for start, stop, seen in slices:
-        scores = query[:, :, start:stop] @ key[:, :, :seen].transpose(2, 3) * scaling
-        rows.append(nn.functional.pad(nn.functional.softmax(scores, dim=-1, dtype=torch.float32), (0, keys - seen)))
-    weights = torch.cat(rows, dim=2).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    outputs = [weights[:, :, start:stop, :seen] @ value[:, :, :seen] for start, stop, seen in slices]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), weights
-
-
-def block_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    groups: Sequence[Group] | None = None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    Block-masked attention by slicing: the queries `start:stop` of a group attend to the keys `:stop`, and nothing is
-    computed that a mask would throw away. Without `groups` every query sees every key.
-
-    query: (batch, heads, queries, head_size); key and value: (batch, heads, keys, head_size).
-    Returns (batch, queries, heads, head_size), and the weights if the implementation has them.
-    """
-    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-        module.config._attn_implementation, eager_attention_forward
-    )
-    if attention_interface is eager_attention_forward:
-        return eager_attention_forward(module, query, key, value, None, groups=groups, **kwargs)
-    if groups is None or len(groups) == 1:
-        return attention_interface(module, query, key, value, None, **kwargs)
-    outputs = [
-        attention_interface(module, query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], None, **kwargs)[0]
-        for start, stop in groups
-    ]
-    return torch.cat(outputs, dim=1), None
-
-
-class AdaPerceiverAttention(nn.Module):
-    """The four projections of multi-head attention, and what self- and cross-attention share."""
-
-    is_causal = False  # read by the attention implementations of transformers
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.config = config
-        self.scaling = config.head_size**-0.5
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.proj_bias)
-
-    def heads(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, hidden_size) -> (batch, heads, tokens, head_size)"""
-        return states.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        groups: Sequence[Group] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """-> (batch, queries, hidden_size), and the weights if the implementation has them"""
-        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        output, weights = block_attention(
-            self, query, key, value, groups, scaling=self.scaling, dropout=dropout, **kwargs
-        )
-        return self.o_proj(output.flatten(2)), weights
-
-
-class AdaPerceiverSelfAttention(AdaPerceiverAttention):
-    """Latents attend to latents; RoPE on queries and keys."""
-
-    def forward(
-        self, latents: torch.Tensor, rope: Rope, groups: Sequence[Group], **kwargs: Unpack[TransformersKwargs]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = rotate(self.heads(self.q_proj(latents)), rope)
-        key = rotate(self.heads(self.k_proj(latents)), rope)
-        value = self.heads(self.v_proj(latents))
-        return self.attend(query, key, value, groups, **kwargs)
-
-
-class AdaPerceiverCrossAttention(AdaPerceiverAttention):
-    """`sink + Attention(Norm(sink), Norm(source))`: latents read from input tokens, output tokens from latents."""
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__(config)
-        self.sink_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.source_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-
-    def forward(
-        self,
-        sink: torch.Tensor,
-        source: torch.Tensor,
-        sink_rope: Rope | None = None,
-        source_rope: Rope | None = None,
-    ) -> torch.Tensor:
-        """
-        sink: (batch or 1, sinks or 1, hidden_size); source: (batch, sources, hidden_size). A sink that is the same for
-        all images, or for all positions of `sink_rope`, is projected once.
-        """
-        query = self.heads(self.q_proj(self.sink_norm(sink)))
-        source = self.source_norm(source)
-        key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
-        if sink_rope is not None:
-            query = rotate(query, sink_rope)
-        if source_rope is not None:
-            key = rotate(key, source_rope)
-        return sink + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
-
-
-class AdaPerceiverRead(nn.Module):
-    """Input tokens to latents. All latents start from one learned vector; the rotation of their queries parts them."""
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.latent_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
-        self.cross_attention = AdaPerceiverCrossAttention(config)
-
-    def forward(self, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """(batch, patches, hidden_size) -> (batch, latents, hidden_size)"""
-        return self.cross_attention(self.latent_token, input_tokens, sink_rope=rope)
-
-
-class AdaPerceiverLayerScale(nn.Module):
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.empty(config.hidden_size))
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states * self.gamma
-
-
-class AdaPerceiverDropPath(nn.Module):
-    """Stochastic depth: in training, drop a residual branch for some images of the batch and scale up the others."""
-
-    def __init__(self, probability: float):
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if self.probability == 0.0 or not self.training:
-            return hidden_states
-        keep = 1 - self.probability
-        kept = torch.empty(hidden_states.shape[0], 1, 1, device=hidden_states.device).bernoulli_(keep)
-        return hidden_states * (kept / keep).to(hidden_states.dtype)
-
-    def extra_repr(self) -> str:
-        return f"probability={self.probability:.3f}"
-
-
-class AdaPerceiverBlock(GradientCheckpointingLayer):
-    def __init__(self, config: AdaPerceiverConfig, index: int):
-        super().__init__()
-
-        def layer_scale() -> nn.Module:
-            return AdaPerceiverLayerScale(config) if config.layerscale_value else nn.Identity()
-
-        self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = AdaPerceiverSelfAttention(config)
-        self.layer_scale1 = layer_scale()
-        self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.ffn = AdaPerceiverFFN(config, gated=config.use_swiglu_ffn)
-        self.layer_scale2 = layer_scale()
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        # grows linearly from 0 at the first block to the full rate at the last
-        self.drop_path = AdaPerceiverDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
-
-    def forward(
-        self,
-        latents: torch.Tensor,
-        rope: Rope,
-        groups: Sequence[Group],
-        width: int | tuple[int, ...],
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """(batch, latents, hidden_size) -> the same"""
-        update, _ = self.attention(self.norm1(latents), rope, groups, **kwargs)
-        latents = latents + self.drop_path(self.layer_scale1(self.dropout(update)))
-        update = self.ffn(self.norm2(latents), width)
-        return latents + self.drop_path(self.layer_scale2(self.dropout(update)))
-
-
-class AdaPerceiverClassReadout(nn.Module):
-    """Latents to one output token per image, for classification."""
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.output_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
-        self.write = AdaPerceiverCrossAttention(config)
-
-    def forward(self, latents: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """(batch, latents, hidden_size) -> (batch, 1, hidden_size)"""
-        return self.write(self.output_token, latents, source_rope=rope)
-
-
-class AdaPerceiverDenseReadout(nn.Module):
-    """Latents to one output token per input token, for dense prediction."""
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__()
-        self.projection = nn.Linear(config.hidden_size, config.hidden_size)
-        self.write = AdaPerceiverCrossAttention(config)
-
-    def forward(self, latents: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """(batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)"""
-        return self.write(self.projection(input_tokens), latents, source_rope=rope)
-
-
 class AdaPerceiverPreTrainedModel(PreTrainedModel):
     config: AdaPerceiverConfig
     base_model_prefix = "adaperceiver"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
+    # The losses are means, so that `Trainer` divides them by the number of accumulated batches.
+    accepts_loss_kwargs = False
     _no_split_modules = [
         "AdaPerceiverEmbeddings",
         "AdaPerceiverRead",
@@ -463,9 +148,11 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.base_model.embeddings.patch_embeddings
 
+    # What goes with the weights beside the config is owned by the base model, so that every head reaches it.
+
     @property
     def adaptive_config(self) -> AdaptiveConfig:
-        """Where the model runs when a call does not say. The base model owns it, so that every head reaches it."""
+        """Where the model runs when a call does not say."""
         return self.base_model._adaptive_config
 
     @adaptive_config.setter
@@ -473,10 +160,32 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         adaptive_config.validate(self.config)
         self.base_model._adaptive_config = adaptive_config
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, is_main_process: bool = True, **kwargs) -> None:
+    @property
+    def accuracy_table(self) -> AccuracyTable | None:
+        """What the model scores at its operating points, if that was measured. Budgets are spent by it."""
+        return self.base_model._accuracy_table
+
+    @accuracy_table.setter
+    def accuracy_table(self, accuracy_table: AccuracyTable | None) -> None:
+        self.base_model._accuracy_table = accuracy_table
+
+    @property
+    def latency_profile(self) -> LatencyProfile | None:
+        """What the operating points take on this machine, as `profile` measured it; never saved with the model."""
+        return self.base_model._latency_profile
+
+    @latency_profile.setter
+    def latency_profile(self, latency_profile: LatencyProfile | None) -> None:
+        self.base_model._latency_profile = latency_profile
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args, is_main_process: bool = True, **kwargs
+    ) -> None:
         if is_main_process:
             self.adaptive_config.validate(self.config)
             self.adaptive_config.save_pretrained(save_directory)
+            if self.accuracy_table is not None:
+                self.accuracy_table.save_pretrained(save_directory)
             self.config.output_tokens = self.base_model.output_tokens  # so that `AutoModel` finds what the head used
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
 
@@ -492,11 +201,173 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
+        if pretrained_model_name_or_path is not None:
+            model.adaptive_config = AdaptiveConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
+            model.accuracy_table = AccuracyTable.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
         if adaptive_config is not None:
             model.adaptive_config = adaptive_config.copy()
-        elif pretrained_model_name_or_path is not None:
-            model.adaptive_config = AdaptiveConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
         return loaded
+
+    def operating_point(
+        self,
+        image_size: tuple[int, int] | None = None,
+        batch_size: int = 1,
+        adaptive_config: AdaptiveConfig | None = None,
+        **kwargs: Unpack[AdaptiveKwargs],
+    ) -> OperatingPoint:
+        """
+        Where a call with these arguments runs: they win over `adaptive_config`, which wins over the model's own.
+
+        A budget (`max_gflops` per image, `max_latency_ms` per call) picks the best affordable point of the trained grid,
+        tokens, width and depth that are given left as they are. Best is what scores most in `accuracy_table`; without
+        one, the deepest, among those the widest, among those the one with most tokens: tokens are given up first, then
+        width, and depth last.
+        """
+        chosen = self.adaptive_config
+        if adaptive_config is not None:
+            chosen = chosen.update(**adaptive_config.to_dict())
+        if any(kwargs.get(name, getattr(chosen, name)) is not None for name in ("max_gflops", "max_latency_ms")):
+            kwargs |= self._within_budget(chosen.update(**kwargs), image_size, batch_size)
+        return chosen.operating_point(self.config, **kwargs)
+
+    def _within_budget(
+        self, chosen: AdaptiveConfig, image_size: tuple[int, int] | None, batch_size: int
+    ) -> dict[str, int]:
+        chosen.validate(self.config)
+        axes = {
+            "tokens": self.config.token_granularities,
+            "width": self.config.widths,
+            "depth": range(1, self.config.num_hidden_layers + 1),
+        }
+        fixed = {name: getattr(chosen, name) for name in axes if getattr(chosen, name) is not None}
+        if self.accuracy_table is not None:
+            grid = [point for point in self.accuracy_table.best_first() if fixed.items() <= point.items()]
+        else:
+            grid = [
+                dict(zip(axes, values)) for values in product(*([fixed[n]] if n in fixed else axes[n] for n in axes))
+            ]
+            grid.sort(key=lambda point: (point["depth"], point["width"], point["tokens"]), reverse=True)
+
+        open_budget = {"max_gflops": None, "max_latency_ms": None}
+        settings = {name: value for name, value in chosen.to_dict().items() if name not in {*axes, *open_budget}}
+
+        def cost(name: str, point: dict[str, int]) -> float:
+            if name == "max_latency_ms":
+                return self._profile_for(image_size, batch_size).milliseconds(**point)
+            point = AdaptiveConfig(**settings, **point).operating_point(self.config)
+            return self._flops_at(point, image_size, batch_size=1)["total"] / 1e9  # for one image, whatever the batch
+
+        budgets = {name: getattr(chosen, name) for name in open_budget if getattr(chosen, name) is not None}
+        for point in grid:
+            if all(cost(name, point) <= budget for name, budget in budgets.items()):
+                return point
+        for name, budget in budgets.items():
+            cheapest = min(grid, key=lambda point: cost(name, point), default=None)
+            if cheapest is None:
+                raise ValueError(f"`{name}` has no operating point to choose from with {fixed} in the accuracy table.")
+            if cost(name, cheapest) > budget:
+                raise ValueError(
+                    f"`{name}` must be at least {cost(name, cheapest):.4g}, the cost of the cheapest operating point "
+                    f"({', '.join(f'{axis}={value}' for axis, value in cheapest.items())}), got {budget:g}."
+                )
+        raise ValueError(f"No operating point keeps within {budgets} at once.")
+
+    def _profile_for(self, image_size: tuple[int, int] | None, batch_size: int) -> LatencyProfile:
+        profile, side = self.latency_profile, self.config.image_size
+        if profile is None:
+            raise ValueError("`max_latency_ms` needs a latency profile of this machine: call `model.profile()` first.")
+        asked = (batch_size, tuple(image_size or (side, side)))
+        if asked != (profile.batch_size, profile.image_size):
+            raise ValueError(
+                f"`max_latency_ms` needs a profile for a batch of {asked[0]} images of size {asked[1]}, but the one at "
+                f"hand is for {profile.batch_size} of size {profile.image_size}: call `model.profile()` with these."
+            )
+        return profile
+
+    def profile(
+        self,
+        batch_size: int = 1,
+        image_size: tuple[int, int] | None = None,
+        depths: Sequence[int] | None = None,
+        repeats: int = 5,
+        progress: bool = True,
+    ) -> LatencyProfile:
+        """
+        Measure how long the trained tokens x widths take on this machine, and keep the result in `latency_profile`.
+
+        By default at the first, the middle and the last depth; others are interpolated. `save` it to load it again.
+        """
+        last = self.config.num_hidden_layers
+        self.latency_profile = measure_latency(
+            self,
+            batch_size,
+            tuple(image_size or (self.config.image_size, self.config.image_size)),
+            depths=(1, (1 + last) // 2, last) if depths is None else depths,
+            repeats=repeats,
+            progress=progress,
+        )
+        return self.latency_profile
+
+    def flops(
+        self, image_size: tuple[int, int] | None = None, batch_size: int = 1, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> dict[str, int]:
+        """
+        FLOPs of a call (2 per multiply-add), by component and in `total`; nothing runs. With `exit_threshold`, those of
+        images that never leave early, probes included.
+        """
+        point = self.operating_point(image_size, batch_size, **kwargs)
+        if point.per_image():
+            raise ValueError(f"`{next(iter(point.per_image()))}` must be one value for `flops`: ask for each image.")
+        return self._flops_at(point, image_size, batch_size)
+
+    def _flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
+        height, width = image_size or (self.config.image_size, self.config.image_size)
+        patches = (height // self.config.patch_size) * (width // self.config.patch_size)
+        components = encoder_flops(self.config, point, self.base_model.output_tokens, patches, batch_size)
+        components |= self.head_flops(point, patches, batch_size)
+        return {**components, "total": sum(components.values())}
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        """FLOPs of what stands on the base model, by component."""
+        return {}
+
+    def settle(self, pixel_values: torch.Tensor | None, kwargs: dict) -> tuple[OperatingPoint, dict]:
+        """Part the keyword arguments of a call into where it runs and what transformers wants to know."""
+        unknown = [name for name in kwargs if name not in CALL_KWARGS and name not in ADAPTIVE_KWARGS]
+        if unknown:
+            raise TypeError(
+                f"Unknown argument{'s' * (len(unknown) > 1)} {', '.join(f'`{name}`' for name in unknown)}; the adaptive "
+                f"ones are {', '.join(ADAPTIVE_KWARGS)}."
+            )
+        adaptive = {name: value for name, value in kwargs.items() if name in ADAPTIVE_KWARGS}
+        others = {name: value for name, value in kwargs.items() if name not in ADAPTIVE_KWARGS}
+        if isinstance(pixel_values, torch.Tensor) and pixel_values.ndim == 4:  # else the embeddings say what is wrong
+            batch_size, _, *image_size = pixel_values.shape
+            adaptive |= {"batch_size": batch_size, "image_size": tuple(image_size)}
+        return self.operating_point(**adaptive), others
+
+    @torch.no_grad()
+    def extract(
+        self, tokens: int | None = None, width: int | None = None, depth: int | None = None
+    ) -> "AdaPerceiverPreTrainedModel":
+        """
+        The sub-network of an operating point as a model of its own: weights sliced, config adjusted, outputs equal to
+        this model's at that point. Values that are not given are those of `adaptive_config`, or the full ones.
+        """
+        point = self.operating_point(tokens=tokens, width=width, depth=depth)
+        config = self.config.sub_config(point)
+        model = type(self)(config).to(dtype=self.dtype, device=self.device)
+        ours = self.state_dict()
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(
+                ours[name][tuple(slice(size) for size in tensor.shape)]
+            )  # units and blocks nest: the first ones
+        # Beyond the training length RoPE depends on the number of tokens, so it stays an argument there.
+        model.adaptive_config = AdaptiveConfig(
+            tokens=point.tokens if point.tokens > config.max_latent_tokens else None,
+            attention=self.adaptive_config.attention,
+        )
+        return model.train(self.training)
 
 
 class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
@@ -510,6 +381,8 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         super().__init__(config)
         self.output_tokens = config.output_tokens if output_tokens is None else output_tokens
         self._adaptive_config = AdaptiveConfig()
+        self._accuracy_table = None
+        self._latency_profile = None
         self.embeddings = AdaPerceiverEmbeddings(config)
         self.read = AdaPerceiverRead(config)
         self.layers = nn.ModuleList([AdaPerceiverBlock(config, index) for index in range(config.num_hidden_layers)])
@@ -517,52 +390,71 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         self.dense_readout = AdaPerceiverDenseReadout(config) if self.output_tokens in ("dense", "both") else None
         self.post_init()
 
-    def operating_point(self, adaptive_config: AdaptiveConfig | None = None, **kwargs) -> OperatingPoint:
-        """Where a call with these arguments runs: they win over `adaptive_config`, which wins over the model's own."""
-        chosen = self.adaptive_config
-        if adaptive_config is not None:
-            chosen = chosen.update(**adaptive_config.to_dict())
-        return chosen.operating_point(self.config, **kwargs)
-
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
-        tokens: int | None = None,
-        width: int | Sequence[int] | torch.Tensor | None = None,
-        depth: int | None = None,
-        attention: str | None = None,
-        adaptive_config: AdaptiveConfig | None = None,
         interpolate_pos_encoding: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        operating_point: OperatingPoint | None = None,
+        confidence: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Unpack[AdaptiveKwargs],
     ) -> AdaPerceiverModelOutput:
         r"""
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`):
             Images; both sides must be multiples of `config.patch_size`.
-        tokens, width, depth, attention, adaptive_config:
-            Where to run; see [`AdaptiveConfig`]. `width` may also be one width per image.
         interpolate_pos_encoding (`bool`, *optional*):
             The position embedding is resampled whenever the grid of the images asks for it; `False` refuses to.
+        operating_point (`OperatingPoint`, *optional*):
+            Where to run, settled already (heads do so); else the keyword arguments and `adaptive_config` say.
+        confidence (`Callable`, *optional*):
+            For early exit: class output tokens `(batch, hidden_size)` to confidences `(batch,)`. Classifiers pass theirs.
         """
-        check_kwargs(kwargs)
-        point = self.operating_point(adaptive_config, tokens=tokens, width=width, depth=depth, attention=attention)
+        point = operating_point
+        if point is None:
+            point, kwargs = self.settle(pixel_values, kwargs)
         input_tokens = self.embeddings(pixel_values, interpolate_pos_encoding)  # (batch, patches, hidden_size)
-        if isinstance(point.width, tuple) and len(point.width) != input_tokens.shape[0]:
+        self._check_point(point, input_tokens.shape[0], confidence, kwargs)
+        # In training, widths that differ are masked, so that the batch stays whole; otherwise every group of images that
+        # agree runs at its own cost.
+        apart = point.per_image().keys() - {"exit_threshold"} - ({"width"} if self.training else set())
+        run = self._run_apart if apart else self._run
+        return run(input_tokens, point, confidence, kwargs)
+
+    def _check_point(self, point: OperatingPoint, images: int, confidence: Callable | None, kwargs: dict) -> None:
+        for name, values in point.per_image().items():
+            if len(values) != images:
+                raise ValueError(
+                    f"`{name}` must be one value, or one per image of the batch of {images}, got {len(values)} values."
+                )
+        if point.exit_threshold is not None and (confidence is None or self.class_readout is None):
             raise ValueError(
-                f"`width` must be one width, or one per image of the batch of {input_tokens.shape[0]}, got "
-                f"{len(point.width)}."
+                f"`exit_threshold` needs a model with a classifier, got {point.exit_threshold} for {type(self).__name__}."
             )
+        if point.exit_threshold is not None or point.per_image().keys() - {"width"}:
+            for name in ("output_hidden_states", "output_attentions"):
+                if kwargs.get(name, getattr(self.config, name)):
+                    raise ValueError(
+                        f"`{name}` needs all images to run through the same blocks with the same tokens: leave out "
+                        f"{'`exit_threshold`' if point.exit_threshold is not None else 'values per image'}."
+                    )
 
+    def _run(
+        self, input_tokens: torch.Tensor, point: OperatingPoint, confidence: Callable | None, kwargs: dict
+    ) -> AdaPerceiverModelOutput:
+        """All images at the same operating point (in training, perhaps at different widths)."""
         rope = rotary_embedding(self.config, point.tokens, input_tokens.device)
-        groups = self.config.token_groups(point.tokens, point.attention)
         latents = self.read(input_tokens, rope)  # (batch, tokens, hidden_size)
-        for layer in self.layers[: point.depth]:
-            latents = layer(latents, rope, groups, point.width, **kwargs)
-
-        output_tokens = class_token = None
-        if self.class_readout is not None:
-            output_tokens = self.class_readout(latents, rope)  # (batch, 1, hidden_size)
+        exit_depth = class_token = output_tokens = None
+        if point.exit_threshold is not None:
+            latents, output_tokens, exit_depth = self._run_until_confident(latents, rope, point, confidence, kwargs)
+        else:
+            groups = self.config.token_groups(point.tokens, point.attention)
+            for layer in self.layers[: point.depth]:
+                latents = layer(latents, rope, groups, point.width, **kwargs)
+            if self.class_readout is not None:
+                output_tokens = self.class_readout(latents, rope)  # (batch, 1, hidden_size)
+        if output_tokens is not None:
             class_token = output_tokens[:, 0]
         if self.dense_readout is not None:
             output_tokens = self.dense_readout(latents, input_tokens, rope)  # (batch, patches, hidden_size)
@@ -571,28 +463,82 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             pooler_output=class_token,
             output_tokens=output_tokens,
             input_tokens=input_tokens,
+            exit_depth=exit_depth,
         )
 
+    def _run_until_confident(
+        self, latents: torch.Tensor, rope: tuple, point: OperatingPoint, confidence: Callable, kwargs: dict
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Early exit: every image runs until its own confidence reaches its own threshold, and the rest go on without it.
+        Returns latents, class output tokens `(batch, 1, hidden_size)` and depths, each at the image's own exit.
+        """
+        images, device = latents.shape[0], latents.device
+        groups, folded = self.config.token_groups(point.tokens, point.attention), self.class_readout.fold(rope)
+        thresholds = torch.tensor(point.exit_threshold, device=device).expand(images)
+        final_latents = torch.empty_like(latents)
+        output_tokens = latents.new_empty(images, 1, latents.shape[2])
+        exit_depth = torch.full((images,), point.depth, device=device)
 
-def check_kwargs(kwargs: dict) -> None:
-    """Refuse keyword arguments that nothing would look at; those of transformers itself are welcome."""
-    allowed = TransformersKwargs.__annotations__.keys() | {"return_dict", "use_cache"}
-    unknown = [name for name in kwargs if name not in allowed]
-    if unknown:
-        adaptive = sorted(AdaptiveKwargs.__annotations__.keys() - TransformersKwargs.__annotations__.keys())
-        raise TypeError(
-            f"Unknown argument{'s' * (len(unknown) > 1)} {', '.join(f'`{name}`' for name in unknown)}; the adaptive ones "
-            f"are {', '.join(adaptive)}."
-        )
+        rows = torch.arange(images, device=device)  # the image in each row of the batch that runs
+        gone = torch.zeros(images, dtype=torch.bool, device=device)  # rows that still run though their image has left
+        for depth, layer in enumerate(self.layers[: point.depth], start=1):
+            latents = layer(latents, rope, groups, point.width, **kwargs)
+            if depth < point.depth and depth not in point.probe_depths():
+                continue
+            written = self.class_readout(latents, rope, folded)
+            leaving = ~gone
+            if depth < point.depth:
+                leaving &= confidence(written[:, 0]) >= thresholds[rows]
+            if not leaving.any():
+                continue
+            final_latents[rows[leaving]] = latents[leaving]
+            output_tokens[rows[leaving]] = written[leaving]
+            exit_depth[rows[leaving]] = depth
+            gone |= leaving
+            left, blocks_to_go = int(gone.sum()), point.depth - depth
+            if left == len(rows):
+                break
+            # Leaving rows out copies the others, which costs each about 2 % of a block: do so when it saves more.
+            if left * blocks_to_go > 0.02 * (len(rows) - left):
+                latents, rows, gone = latents[~gone], rows[~gone], gone[~gone]
+        return final_latents, output_tokens, exit_depth
+
+    def _run_apart(
+        self, input_tokens: torch.Tensor, point: OperatingPoint, confidence: Callable | None, kwargs: dict
+    ) -> AdaPerceiverModelOutput:
+        """Images that differ in tokens, width or depth: those that agree run together, and all come back in order."""
+        groups = {}
+        for index in range(input_tokens.shape[0]):
+            image_point = point.of_image(index)
+            groups.setdefault((image_point.tokens, image_point.width, image_point.depth), []).append(index)
+
+        parts = []
+        for (tokens, width, depth), indices in groups.items():
+            group_point = point._replace(tokens=tokens, width=width, depth=depth)
+            if isinstance(point.exit_threshold, tuple):
+                group_point = group_point._replace(exit_threshold=tuple(point.exit_threshold[i] for i in indices))
+            part = self._run(input_tokens[indices], group_point, confidence, kwargs)
+            if isinstance(point.tokens, tuple):
+                missing = max(point.tokens) - tokens
+                part.last_hidden_state = nn.functional.pad(part.last_hidden_state, (0, 0, 0, missing))
+            parts.append(part)
+
+        order = torch.tensor([index for indices in groups.values() for index in indices]).argsort()
+        order = order.to(input_tokens.device)
+        return AdaPerceiverModelOutput(**{name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
 
 
 class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
     """AdaPerceiver with a linear classifier on the output token."""
 
+    output_tokens = "class"
+
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.adaperceiver = AdaPerceiverModel(config, output_tokens="class")
+        self.loss_type = "ForImageClassification"  # transformers would infer it from the name of the class
+        self.adaperceiver = AdaPerceiverModel(config, output_tokens=self.output_tokens)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
 
@@ -602,19 +548,96 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
-    ) -> ImageClassifierOutput:
+    ) -> AdaPerceiverClassifierOutput:
         r"""
         labels (`torch.Tensor` of shape `(batch,)`, or `(batch, num_labels)` with several labels an image, *optional*):
             Targets of the loss, which is chosen by `config.problem_type` as everywhere in transformers.
         """
-        outputs = self.adaperceiver(pixel_values, **kwargs)
+        point, kwargs = self.settle(pixel_values, kwargs)
+        outputs = self.adaperceiver(pixel_values, operating_point=point, confidence=self.confidence, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels, logits, self.config)
-        return ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+        return AdaPerceiverClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            exit_depth=outputs.exit_depth,
         )
+
+    def confidence(self, class_tokens: torch.Tensor) -> torch.Tensor:
+        """The largest class probability. (batch, hidden_size) -> (batch,)"""
+        return self.classifier(class_tokens).float().softmax(dim=-1).amax(dim=-1)
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        classifier = 2 * images * self.config.hidden_size * self.config.num_labels
+        return {"classifier": classifier * (1 + len(point.probe_depths()))}
+
+    @torch.no_grad()
+    def logits_by_tokens(
+        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> torch.Tensor:
+        """
+        Logits of several token counts from one encoding, `(granularities, batch, labels)`.
+
+        `granularities` ascend and default to the trained ones; they must be among those of the block mask (or the last
+        one any count up to `config.max_latent_tokens`), since only then do fewer tokens see what more would.
+        """
+        granularities = self.config.token_granularities if granularities is None else list(granularities)
+        known = self.config.token_granularities
+        last = granularities[-1] if granularities else 0
+        if granularities != sorted(set(granularities)) or not set(granularities[:-1]) <= set(known) or last < 1:
+            raise ValueError(f"`granularities` must be an ascending choice from {known}, got {granularities}.")
+        if last > self.config.max_latent_tokens:
+            raise ValueError(f"`granularities` must not exceed {self.config.max_latent_tokens}, got {granularities}.")
+        point, kwargs = self.settle(pixel_values, {**kwargs, "tokens": last})
+        if point.attention != "block" and len(granularities) > 1:
+            raise ValueError(f'`attention` must be "block" for several token counts at once, got {point.attention!r}.')
+        outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
+        rope = rotary_embedding(self.config, last, pixel_values.device)
+        written = self.adaperceiver.class_readout(outputs.last_hidden_state, rope, prefixes=granularities)
+        return self.classifier(written).transpose(0, 1)
+
+    @torch.no_grad()
+    def anytime(
+        self, pixel_values: torch.Tensor, by: str = "depth", **kwargs: Unpack[AdaptiveKwargs]
+    ) -> Iterator[AdaPerceiverClassifierOutput]:
+        """
+        Yield better and better predictions, each when it is computed: stop when time is up and keep the last one.
+
+        `by="depth"` yields after every block at the given tokens and width; `by="tokens"` after every granularity, at
+        full depth, where each step runs only the latents that are new to it. The last prediction is that of a plain call.
+        """
+        if by not in ("depth", "tokens"):
+            raise ValueError(f'`by` must be "depth" or "tokens", got {by!r}.')
+        point, kwargs = self.settle(pixel_values, kwargs)
+        if point.per_image() or point.exit_threshold is not None:
+            raise ValueError("`anytime` runs all images at one operating point, without `exit_threshold`.")
+        model = self.adaperceiver
+        rope = rotary_embedding(self.config, point.tokens, pixel_values.device)
+        groups = self.config.token_groups(point.tokens, point.attention)
+        latents = model.read(model.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None)), rope)
+        layers, folded = model.layers[: point.depth], model.class_readout.fold(rope)
+        if by == "depth":
+            for depth, layer in enumerate(layers, start=1):
+                latents = layer(latents, rope, groups, point.width, **kwargs)
+                yield self._prediction(latents, rope, folded, depth)
+            return
+        pasts, done = [[] for _ in layers], []
+        for start, stop in groups:
+            states, turn = latents[:, start:stop], (rope[0][start:stop], rope[1][start:stop])
+            for layer, past in zip(layers, pasts):
+                states = layer(states, turn, None, point.width, past=past, **kwargs)
+            done.append(states)
+            yield self._prediction(torch.cat(done, dim=1), rope, folded, point.depth)
+
+    def _prediction(
+        self, latents: torch.Tensor, rope: tuple, folded: tuple, depth: int
+    ) -> AdaPerceiverClassifierOutput:
+        logits = self.classifier(self.adaperceiver.class_readout(latents, rope, folded)[:, 0])
+        return AdaPerceiverClassifierOutput(logits=logits, exit_depth=torch.full((latents.shape[0],), depth))
 
 
 class AdaPerceiverFeatureAdapter(nn.Module):
@@ -631,15 +654,18 @@ class AdaPerceiverFeatureAdapter(nn.Module):
         return self.ffn(self.dropout(self.norm(output_tokens)))
 
 
-class AdaPerceiverForDistillation(AdaPerceiverPreTrainedModel):
+def feature_flops(config: AdaPerceiverConfig, positions: int) -> int:
+    """FLOPs of the feature adapter."""
+    return ffn_flops(config, positions, config.ffn_hidden_size(config.hidden_size), config.feature_size)
+
+
+class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
     """AdaPerceiver with logits and patch features side by side, to be distilled from a teacher."""
+
+    output_tokens = "both"
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.loss_type = "ForImageClassification"  # transformers would infer it from the class name
-        self.adaperceiver = AdaPerceiverModel(config, output_tokens="both")
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.feature_adapter = AdaPerceiverFeatureAdapter(config)
         self.post_init()
 
@@ -662,12 +688,13 @@ class AdaPerceiverForDistillation(AdaPerceiverPreTrainedModel):
         teacher_features (`torch.Tensor` of shape `(batch, patches, feature_size)`, *optional*):
             Targets of the feature distillation loss: the teacher's patch features, without its prefix tokens.
         """
-        outputs = self.adaperceiver(pixel_values, **kwargs)
+        point, kwargs = self.settle(pixel_values, kwargs)
+        outputs = self.adaperceiver(pixel_values, operating_point=point, confidence=self.confidence, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         features = self.feature_adapter(outputs.output_tokens)
         losses = []
         if labels is not None:
-            losses.append(self.loss_function(labels, logits, self.config))
+            losses.append(self.loss_function(labels, logits, self.config, **kwargs))
         if teacher_logits is not None:
             check_shape("teacher_logits", teacher_logits, logits.shape)
             losses.append(logit_distillation_loss(logits, teacher_logits))
@@ -680,7 +707,12 @@ class AdaPerceiverForDistillation(AdaPerceiverPreTrainedModel):
             features=features,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            exit_depth=outputs.exit_depth,
         )
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        features = feature_flops(self.config, images * patches)
+        return {**super().head_flops(point, patches, images), "feature_adapter": features}
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
@@ -740,7 +772,8 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
-        outputs = self.adaperceiver(pixel_values, **kwargs)
+        point, kwargs = self.settle(pixel_values, kwargs)
+        outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         features = self.feature_adapter(outputs.output_tokens)
         coarse = self.head(to_map(features, pixel_values, self.config.patch_size))
         logits = resize(coarse, pixel_values.shape[-2:])
@@ -752,6 +785,10 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
         return SemanticSegmenterOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        classifier = 2 * images * patches * self.config.feature_size * self.config.num_labels
+        return {"feature_adapter": feature_flops(self.config, images * patches), "head": classifier}
 
 
 class AdaPerceiverDepthHead(nn.Module):
@@ -800,7 +837,8 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
         """
-        outputs = self.adaperceiver(pixel_values, **kwargs)
+        point, kwargs = self.settle(pixel_values, kwargs)
+        outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         features = self.feature_adapter(outputs.output_tokens)
         coarse = self.head(to_map(features, pixel_values, self.config.patch_size))
         predicted_depth = resize(coarse, pixel_values.shape[-2:])[:, 0]
@@ -816,6 +854,11 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        positions, bins = 16 * images * patches, self.config.num_depth_bins
+        head = 2 * positions * bins * (9 * self.config.feature_size + 1)  # 3x3 convolution, expectation over the bins
+        return {"feature_adapter": feature_flops(self.config, images * patches), "head": head}
 
 
 class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
@@ -836,10 +879,14 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
         self, pixel_values: torch.Tensor, depth: int | None = None, **kwargs: Unpack[AdaptiveKwargs]
     ) -> BackboneOutput:
         """Feature maps are of shape `(batch, hidden_size, height / patch_size, width / patch_size)`."""
-        last = max(1, *(self.stage_names.index(stage) for stage in self.out_features))
-        if depth is not None and depth < last:
-            raise ValueError(f"`depth` must be at least {last} for the feature maps of {self.out_features}, got {depth}.")
-        outputs = self.adaperceiver(pixel_values, depth=last, **kwargs)
+        point, kwargs = self.settle(pixel_values, {**kwargs, "depth": depth})
+        last = max([1, *(self.stage_names.index(stage) for stage in self.out_features)])
+        if point.per_image() or point.depth < last:
+            raise ValueError(
+                f"The feature maps of {self.out_features} need one `depth` of at least {last}, and one value of tokens and "
+                f"width for all images, got {point}."
+            )
+        outputs = self.adaperceiver(pixel_values, operating_point=point._replace(depth=last), **kwargs)
         input_tokens = outputs.input_tokens
         rope = rotary_embedding(self.config, outputs.last_hidden_state.shape[1], input_tokens.device)
         feature_maps = []

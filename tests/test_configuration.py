@@ -126,6 +126,15 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_name_and_value(field, val
     assert field in str(error.value)
 
 
+@pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 5), ("patch_size", 7), ("widths", [16, 64])])
+def test_an_impossible_size_that_is_set_later_is_refused_by_the_model(field, value, tiny_config, tmp_path):
+    """`from_pretrained` sets what it is given on the finished config."""
+    tiny_config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(str(value))) as error:
+        AdaPerceiverModel(AdaPerceiverConfig.from_pretrained(tmp_path, **{field: value}))
+    assert field in str(error.value)
+
+
 def test_a_config_survives_json_and_auto_config(tmp_path):
     config = AdaPerceiverConfig(
         **{**TINY, "token_granularities": (4, 16), "widths": [8, 32], "layerscale_value": None, "ffn_ratio": 3},
@@ -369,7 +378,8 @@ def test_the_full_model_runs_when_nothing_is_said():
     pixel_values = images()
     everything = {"tokens": 16, "width": 64, "depth": 4, "attention": "block"}
     assert_equal(model(pixel_values).logits, model(pixel_values, **everything).logits)
-    assert model.adaperceiver.operating_point()._asdict() == everything
+    point = model.adaperceiver.operating_point()
+    assert {name: getattr(point, name) for name in everything} == everything
 
 
 def test_arguments_win_over_a_passed_config_which_wins_over_the_models_own():

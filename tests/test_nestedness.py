@@ -8,7 +8,7 @@ from official import CONFIG, official_classifier, official_model, recorded
 from torch.utils.flop_counter import FlopCounterMode
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverForSemanticSegmentation
-from adaperceiver.modeling_adaperceiver import AdaPerceiverFFN, rotary_embedding
+from adaperceiver.layers_adaperceiver import AdaPerceiverFFN, rotary_embedding
 
 
 TOKENS, WIDTHS, DEPTHS = CONFIG.token_granularities, CONFIG.widths, range(1, CONFIG.num_hidden_layers + 1)
@@ -46,7 +46,7 @@ def test_slicing_equals_the_mask(images, implementation, monkeypatch):
         scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~mask, -torch.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 
-    monkeypatch.setattr("adaperceiver.modeling_adaperceiver.block_attention", masked)
+    monkeypatch.setattr("adaperceiver.layers_adaperceiver.block_attention", masked)
     rope = rotary_embedding(CONFIG, 16, images.device)
     for layer, before, after in zip(model.layers, outputs.hidden_states, outputs.hidden_states[1:]):
         assert_equal(layer(before, rope, groups=None, width=64), after)
@@ -92,7 +92,12 @@ def test_a_call_does_not_depend_on_earlier_calls(images, model_class):
     """The official model changes its mask for good: a call at 4 tokens, then one at 16, and the logits move by 0.15."""
     model = official_model(model_class)
     fresh = model(images).logits
-    for point in ({"tokens": 4}, {"tokens": 6, "width": 32}, {"tokens": 24, "depth": 1}, {"attention": "bidirectional"}):
+    for point in (
+        {"tokens": 4},
+        {"tokens": 6, "width": 32},
+        {"tokens": 24, "depth": 1},
+        {"attention": "bidirectional"},
+    ):
         model(images, **point)
         assert torch.equal(model(images).logits, fresh)
 

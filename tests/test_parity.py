@@ -13,8 +13,8 @@ from adaperceiver import (
     AdaPerceiverForImageClassification,
     AdaPerceiverForSemanticSegmentation,
 )
+from adaperceiver.layers_adaperceiver import rotary_embedding
 from adaperceiver.loss_adaperceiver import depth_loss, multi_scale_gradient_loss, scale_invariant_log_loss
-from adaperceiver.modeling_adaperceiver import rotary_embedding
 
 
 TOLERANCE = {"cls": 1e-5, "distill": 1e-5, "seg": 1e-5, "depth": 2e-5}
@@ -203,4 +203,6 @@ def test_one_training_pass_gives_the_official_joint_loss_and_gradients():
         gradient = model.get_parameter(our_name(name)).grad
         actual = gradient.norm() if parameter.startswith("joint/grad_norm/") else gradient
         expected = recorded()[parameter].reshape(actual.shape)  # tokens have leading axes here
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=parameter: f"{key}: {text}")
+        torch.testing.assert_close(
+            actual, expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=parameter: f"{key}: {text}"
+        )

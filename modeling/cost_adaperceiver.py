@@ -1,0 +1,177 @@
+"""
+What an operating point costs: floating-point operations from arithmetic, milliseconds from a measurement.
+
+FLOPs are those of linear layers, convolutions and attention products, two per multiply-add, each counted once.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from .configuration_adaperceiver import AdaPerceiverConfig, OperatingPoint, optional_file, read_json, write_json
+
+
+ACCURACY_TABLE_NAME = "accuracy_table.json"
+
+
+def ffn_flops(config: AdaPerceiverConfig, rows: int, units: int, out_features: int, gated: bool = False) -> int:
+    return 2 * rows * units * (config.hidden_size * (2 if gated else 1) + out_features)
+
+
+def encoder_flops(
+    config: AdaPerceiverConfig, point: OperatingPoint, output_tokens: str, patches: int, images: int
+) -> dict[str, int]:
+    """FLOPs of the base model, without a head, for `images` images of `patches` patches each, by component."""
+    d, tokens = config.hidden_size, point.tokens
+    full_units = config.ffn_hidden_size(d)
+    projections = 2 * d * d  # of one token by one of q, k, v, o
+
+    embeddings = 2 * images * patches * config.num_channels * config.patch_size**2 * d
+    if config.use_embed_ffn:
+        embeddings += ffn_flops(config, images * patches, full_units, d)
+
+    # The latents' query is one vector, turned to each position: projected once.
+    read = projections + images * (2 * patches + tokens) * projections + images * 4 * tokens * patches * d
+
+    groups = config.token_groups(tokens, point.attention)
+    seen = sum((stop - start) * stop for start, stop in groups)  # pairs of latents that see each other
+    units = config.ffn_hidden_size(point.width)
+    components = {
+        "embeddings": embeddings,
+        "read": read,
+        "attention": point.depth * images * (4 * tokens * projections + 4 * seen * d),
+        "ffn": point.depth * ffn_flops(config, images * tokens, units, d, gated=config.use_swiglu_ffn),
+    }
+    if output_tokens in ("class", "both"):
+        fold = projections + tokens * projections + 2 * tokens * d * config.qkv_bias  # for all images together
+        components["class_readout"] = fold + images * class_readout_flops(config, tokens)
+        components["probes"] = len(point.probe_depths()) * images * class_readout_flops(config, tokens)
+    if output_tokens in ("dense", "both"):
+        rows = 3 * patches + 2 * tokens  # output token projection, queries, output; keys, values
+        components["dense_readout"] = images * (rows * projections + 4 * patches * tokens * d)
+    return components
+
+
+def class_readout_flops(config: AdaPerceiverConfig, tokens: int) -> int:
+    """One folded readout of one image: scores and pooling for every head, then the value and output projections."""
+    return 4 * config.num_attention_heads * tokens * config.hidden_size + 4 * config.hidden_size**2
+
+
+@dataclass
+class AccuracyTable:
+    """What a checkpoint scores at its operating points, measured on some data; `accuracy_table.json` beside the weights."""
+
+    metric: str  # e.g. "top-1 accuracy, ImageNet-1k validation"
+    points: list[dict[str, Any]]  # tokens, width, depth, value
+    higher_is_better: bool = True
+
+    def __post_init__(self):
+        for point in self.points:
+            missing = {"tokens", "width", "depth", "value"} - point.keys()
+            if missing:
+                raise ValueError(f"`points` must have tokens, width, depth and value, got {point}.")
+
+    def best_first(self) -> list[dict[str, int]]:
+        """The operating points, without their values, from the best to the worst; the cheaper first where two agree."""
+        ordered = sorted(self.points, key=lambda p: (p["depth"] * p["tokens"], p["width"]))
+        ordered.sort(key=lambda p: p["value"], reverse=self.higher_is_better)
+        return [{name: point[name] for name in ("tokens", "width", "depth")} for point in ordered]
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        os.makedirs(save_directory, exist_ok=True)
+        write_json(asdict(self), os.path.join(save_directory, ACCURACY_TABLE_NAME))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **hub_kwargs) -> "AccuracyTable | None":
+        """Load it from a folder or the hub; None for a checkpoint without one."""
+        path = optional_file(pretrained_model_name_or_path, ACCURACY_TABLE_NAME, **hub_kwargs)
+        return None if path is None else read_json(cls, path)
+
+
+@dataclass
+class LatencyProfile:
+    """
+    Milliseconds per call, as measured on one machine. Between two measured depths they are interpolated: every block costs
+    the same.
+    """
+
+    machine: str
+    device: str
+    dtype: str
+    threads: int
+    batch_size: int
+    image_size: tuple[int, int]
+    points: list[dict[str, Any]]  # tokens, width, depth, ms
+
+    def milliseconds(self, tokens: int, width: int, depth: int) -> float:
+        measured = sorted((p["depth"], p["ms"]) for p in self.points if (p["tokens"], p["width"]) == (tokens, width))
+        depths = [measured_depth for measured_depth, _ in measured]
+        if not depths or not depths[0] <= depth <= depths[-1]:
+            have = sorted({(p["tokens"], p["width"]) for p in self.points})
+            raise ValueError(
+                f"The latency profile has no tokens={tokens}, width={width}, depth={depth}; it has (tokens, width) in {have}"
+                f"{f' and depths {depths[0]} to {depths[-1]}' if depths else ''}."
+            )
+        for (low, low_ms), (high, high_ms) in zip(measured, measured[1:] or measured):
+            if low <= depth <= high:
+                return low_ms + (high_ms - low_ms) * (depth - low) / max(high - low, 1)
+        return measured[0][1]
+
+    def save(self, path: str | os.PathLike) -> None:
+        write_json(asdict(self), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "LatencyProfile":
+        profile = read_json(cls, path)
+        profile.image_size = tuple(profile.image_size)
+        return profile
+
+
+@torch.no_grad()
+def measure_latency(
+    model: torch.nn.Module,
+    batch_size: int,
+    image_size: tuple[int, int],
+    depths: Sequence[int],
+    repeats: int,
+    progress: bool,
+) -> LatencyProfile:
+    """Time the model's trained tokens x widths at `depths`; the median of `repeats` runs after one that is not timed."""
+    config = model.config
+    parameter = next(model.parameters())
+    pixel_values = torch.randn(
+        batch_size, config.num_channels, *image_size, device=parameter.device, dtype=parameter.dtype
+    )
+    grid = [(t, w, d) for t in config.token_granularities for w in config.widths for d in sorted(set(depths))]
+    points = []
+    for tokens, width, depth in tqdm(grid, desc="profile", unit="point", disable=not progress):
+        run = lambda: model(pixel_values, tokens=tokens, width=width, depth=depth)  # noqa: B023, E731
+        points.append({"tokens": tokens, "width": width, "depth": depth, "ms": milliseconds(run, repeats)})
+    return LatencyProfile(
+        machine=platform.processor() or platform.machine(),
+        device=str(parameter.device),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        batch_size=batch_size,
+        image_size=tuple(image_size),
+        points=points,
+    )
+
+
+def milliseconds(run: Callable[[], Any], repeats: int) -> float:
+    """Median time of `run()`, after one run that is not timed."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[1:])

@@ -1,0 +1,499 @@
+"""
+The layers of AdaPerceiver, in the order data flows: input tokens -> read -> blocks -> write.
+
+An operating point comes in as arguments: `groups` cut the latents as the block mask does, `width` counts the units of the
+FFNs, and depth is simply how many blocks are called. Nothing is kept between calls.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
+
+from .configuration_adaperceiver import AdaPerceiverConfig
+
+
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (latents, head_size / 2), float32
+Group = tuple[int, int]  # latents start:stop, which see latents :stop
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether `layer(x)` is `x @ weight.T + bias`: no adapter, quantisation, offloading or hook stands in between."""
+    return type(layer) is nn.Linear and not is_hooked(layer)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+
+
+def aligned_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """
+    `nn.functional.linear`, but in inference on CPU the rows of the result start at multiples of 64 bytes in memory. BLAS
+    writes them faster than the odd row lengths that hidden sizes such as 2138 give.
+    """
+    rows, columns = states.shape[:-1].numel(), weight.shape[0]
+    plain = (
+        columns % 16 == 0
+        or states.device.type != "cpu"
+        or torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cpu")
+    )
+    if plain:
+        return nn.functional.linear(states, weight, bias)
+    output = states.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
+    if bias is None:
+        torch.mm(states.flatten(0, -2), weight.T, out=output)
+    else:
+        torch.addmm(bias, states.flatten(0, -2), weight.T, out=output)
+    return output.unflatten(0, states.shape[:-1])
+
+
+class AdaPerceiverFFN(nn.Module):
+    """Two layers whose hidden units nest: a smaller width keeps the first ones. `gated` gives (Swi)GLU."""
+
+    def __init__(
+        self,
+        config: AdaPerceiverConfig,
+        max_width: int | None = None,
+        out_features: int | None = None,
+        gated: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.max_width = config.hidden_size if max_width is None else max_width
+        hidden_units = config.ffn_hidden_size(self.max_width)
+        self.fc1 = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias)
+        self.gate = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias) if gated else None
+        self.activation = ACT2FN[config.hidden_act]
+        self.fc2 = nn.Linear(hidden_units, out_features or config.hidden_size, bias=config.ffn_bias)
+
+    def forward(self, states: torch.Tensor, width: int | tuple[int, ...] | None = None) -> torch.Tensor:
+        """states: (batch, tokens, hidden_size); a tuple of widths holds one per image."""
+        width = self.max_width if width is None else width
+        first_layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
+
+        if isinstance(width, int) and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
+            units = self.config.ffn_hidden_size(width)
+            hidden = self.activate(
+                *(
+                    aligned_linear(states, layer.weight[:units], None if layer.bias is None else layer.bias[:units])
+                    for layer in first_layers
+                )
+            )
+            return nn.functional.linear(hidden, self.fc2.weight[:, :units], self.fc2.bias)
+
+        # Images of one batch that differ in width, or layers that must be called as they are: mask.
+        hidden = self.activate(*(layer(states) for layer in first_layers))
+        if width != self.max_width:
+            widths = (width,) if isinstance(width, int) else width
+            units = torch.tensor([self.config.ffn_hidden_size(width) for width in widths], device=states.device)
+            hidden = hidden * (torch.arange(hidden.shape[-1], device=states.device) < units[:, None, None])
+        return self.fc2(hidden)
+
+    def activate(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return self.activation(hidden) if gate is None else self.activation(gate) * hidden
+
+
+class AdaPerceiverEmbeddings(nn.Module):
+    """Pixels to input tokens: patches, plus positions, then the embed FFN."""
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embeddings = nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
+        )
+        self.position_embeddings = nn.Parameter(torch.empty(1, config.grid_size**2, config.hidden_size))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_embed_ffn else None
+        self.ffn = AdaPerceiverFFN(config) if config.use_embed_ffn else None
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def positions(self, height: int, width: int) -> torch.Tensor:
+        """The position embedding, resampled as an image to a grid of `height` x `width` patches."""
+        side = self.config.grid_size
+        if height == side and width == side:
+            return self.position_embeddings
+        grid = self.position_embeddings.float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        grid = nn.functional.interpolate(
+            grid, size=(height, width), mode="bicubic", antialias=True, align_corners=False
+        )
+        return grid.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
+
+    def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None = None) -> torch.Tensor:
+        """pixel_values: (batch, channels, height, width) -> (batch, patches, hidden_size), in row-major order."""
+        self.check(pixel_values, interpolate_pos_encoding)
+        patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))
+        height, width = patches.shape[-2:]
+        input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(height, width)
+        if self.ffn is not None:
+            input_tokens = self.ffn(self.norm(input_tokens))
+        return self.dropout(input_tokens)
+
+    def check(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None) -> None:
+        channels, patch, side = self.config.num_channels, self.config.patch_size, self.config.image_size
+        if pixel_values is None or pixel_values.ndim != 4 or pixel_values.shape[1] != channels:
+            shape = None if pixel_values is None else tuple(pixel_values.shape)
+            raise ValueError(f"`pixel_values` must be of shape (batch, {channels}, height, width), got {shape}.")
+        height, width = pixel_values.shape[-2:]
+        if height % patch != 0 or width % patch != 0 or height == 0 or width == 0:
+            raise ValueError(
+                f"`pixel_values` must have a height and a width that are multiples of the patch size {patch}, got "
+                f"{height}x{width}."
+            )
+        if interpolate_pos_encoding is False and (height, width) != (side, side):
+            raise ValueError(
+                f"`pixel_values` must be {side}x{side} with `interpolate_pos_encoding=False`, got {height}x{width}."
+            )
+
+
+def rotary_embedding(config: AdaPerceiverConfig, tokens: int, device: torch.device) -> Rope:
+    """
+    Cosines and sines of the latent positions, float32. Computed anew in every call rather than kept in a buffer, which
+    a cast of the model would round.
+    """
+    channels = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device)
+    frequencies = config.rope_theta ** (-channels / config.head_size)
+    if tokens > config.max_latent_tokens:
+        frequencies = frequencies / (tokens / config.max_latent_tokens)
+    angles = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(states: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Turn neighbouring pairs of channels (2i, 2i + 1), in float32. states: (batch, heads, latents or 1, head_size)."""
+    cos, sin = (table[:, None] for table in rope)  # (latents, 1, head_size / 2)
+    pairs = states.transpose(1, 2).float().unflatten(-1, (-1, 2))  # (batch, latents or 1, heads, head_size / 2, 2)
+    if torch.compiler.is_compiling():  # compilers fuse this, and export formats have no complex numbers
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:  # the same in one pass over memory
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    return turned.flatten(-2).to(states.dtype).transpose(1, 2)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float,
+    dropout: float = 0.0,
+    groups: Sequence[Group] | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that can show its weights, (batch, heads, queries, keys). `groups` as in `block_attention`."""
+    queries, keys = query.shape[2], key.shape[2]
+    # (start, stop, keys that these queries see)
+    slices = [(0, queries, keys)] if groups is None else [(start, stop, stop) for start, stop in groups]
+    rows = []
+    for start, stop, seen in slices:
+        scores = query[:, :, start:stop] @ key[:, :, :seen].transpose(2, 3) * scaling
+        rows.append(nn.functional.pad(nn.functional.softmax(scores, dim=-1, dtype=torch.float32), (0, keys - seen)))
+    weights = torch.cat(rows, dim=2).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    outputs = [weights[:, :, start:stop, :seen] @ value[:, :, :seen] for start, stop, seen in slices]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), weights
+
+
+def block_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    groups: Sequence[Group] | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Block-masked attention by slicing: the queries `start:stop` of a group attend to the keys `:stop`, and nothing is
+    computed that a mask would throw away. Without `groups` every query sees every key.
+
+    query: (batch, heads, queries, head_size); key and value: (batch, heads, keys, head_size).
+    Returns (batch, queries, heads, head_size), and the weights if the implementation has them.
+    """
+    attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, eager_attention_forward
+    )
+    if attention_interface is eager_attention_forward:
+        return eager_attention_forward(module, query, key, value, None, groups=groups, **kwargs)
+    if groups is None or len(groups) == 1:
+        return attention_interface(module, query, key, value, None, **kwargs)
+    outputs = [
+        attention_interface(module, query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], None, **kwargs)[0]
+        for start, stop in groups
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+class AdaPerceiverAttention(nn.Module):
+    """The four projections of multi-head attention, and what self- and cross-attention share."""
+
+    is_causal = False  # read by the attention implementations of transformers
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.config = config
+        self.scaling = config.head_size**-0.5
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.proj_bias)
+
+    def heads(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, hidden_size) -> (batch, heads, tokens, head_size)"""
+        return states.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: Sequence[Group] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """-> (batch, queries, hidden_size), and the weights if the implementation has them"""
+        dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
+        output, weights = block_attention(
+            self, query, key, value, groups, scaling=self.scaling, dropout=dropout, **kwargs
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+
+class AdaPerceiverSelfAttention(AdaPerceiverAttention):
+    """Latents attend to latents; RoPE on queries and keys."""
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        rope: Rope,
+        groups: Sequence[Group] | None,
+        past: list[torch.Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        latents: (batch, latents, hidden_size). `past` holds the keys and values of earlier latents, which these see as
+        well, and takes in theirs; it is empty at first.
+        """
+        query = rotate(self.heads(self.q_proj(latents)), rope)
+        key = rotate(self.heads(self.k_proj(latents)), rope)
+        value = self.heads(self.v_proj(latents))
+        if past is not None:
+            past[:] = [torch.cat(pair, dim=2) for pair in zip(past, (key, value))] or [key, value]
+            key, value = past
+        return self.attend(query, key, value, groups, **kwargs)
+
+
+class AdaPerceiverCrossAttention(AdaPerceiverAttention):
+    """`sink + Attention(Norm(sink), Norm(source))`: latents read from input tokens, output tokens from latents."""
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__(config)
+        self.sink_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.source_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(
+        self,
+        sink: torch.Tensor,
+        source: torch.Tensor,
+        sink_rope: Rope | None = None,
+        source_rope: Rope | None = None,
+    ) -> torch.Tensor:
+        """
+        sink: (batch or 1, sinks or 1, hidden_size); source: (batch, sources, hidden_size). A sink that is the same for
+        all images, or for all positions of `sink_rope`, is projected once.
+        """
+        query = self.heads(self.q_proj(self.sink_norm(sink)))
+        source = self.source_norm(source)
+        key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
+        if sink_rope is not None:
+            query = rotate(query, sink_rope)
+        if source_rope is not None:
+            key = rotate(key, source_rope)
+        return sink + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
+
+
+class AdaPerceiverRead(nn.Module):
+    """Input tokens to latents. All latents start from one learned vector; the rotation of their queries parts them."""
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.latent_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.cross_attention = AdaPerceiverCrossAttention(config)
+
+    def forward(self, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """(batch, patches, hidden_size) -> (batch, latents, hidden_size)"""
+        return self.cross_attention(self.latent_token, input_tokens, sink_rope=rope)
+
+
+class AdaPerceiverLayerScale(nn.Module):
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.gamma
+
+
+class AdaPerceiverDropPath(nn.Module):
+    """Stochastic depth: in training, drop a residual branch for some images of the batch and scale up the others."""
+
+    def __init__(self, probability: float):
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.probability == 0.0 or not self.training:
+            return hidden_states
+        keep = 1 - self.probability
+        kept = torch.empty(hidden_states.shape[0], 1, 1, device=hidden_states.device).bernoulli_(keep)
+        return hidden_states * (kept / keep).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability:.3f}"
+
+
+class AdaPerceiverBlock(GradientCheckpointingLayer):
+    def __init__(self, config: AdaPerceiverConfig, index: int):
+        super().__init__()
+
+        def layer_scale() -> nn.Module:
+            return AdaPerceiverLayerScale(config) if config.layerscale_value else nn.Identity()
+
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = AdaPerceiverSelfAttention(config)
+        self.layer_scale1 = layer_scale()
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn = AdaPerceiverFFN(config, max_width=config.max_width, gated=config.use_swiglu_ffn)
+        self.layer_scale2 = layer_scale()
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        # grows linearly from 0 at the first block to the full rate at the last
+        self.drop_path = AdaPerceiverDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        rope: Rope,
+        groups: Sequence[Group] | None,
+        width: int | tuple[int, ...],
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> torch.Tensor:
+        """(batch, latents, hidden_size) -> the same. `kwargs` go to the attention."""
+        update, _ = self.attention(self.norm1(latents), rope, groups, **kwargs)
+        latents = latents + self.drop_path(self.layer_scale1(self.dropout(update)))
+        update = self.ffn(self.norm2(latents), width)
+        return latents + self.drop_path(self.layer_scale2(self.dropout(update)))
+
+
+class Folded(NamedTuple):
+    """The class query as each latent's channels see it: the scores of normed latents x are `x @ query + bias`."""
+
+    query: torch.Tensor  # (heads, latents, hidden_size)
+    bias: torch.Tensor  # (heads, latents)
+
+
+class AdaPerceiverClassReadout(nn.Module):
+    """
+    Latents to one output token per image, for classification.
+
+    The query is the same for every image, so the key projection and its RoPE are folded into it once per call, and the
+    value projection waits until the latents are pooled: about fifty times less work per image than the plain write. The
+    folded query is made from the weights in every call, so that it can be neither saved nor stale.
+    """
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.output_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
+        self.write = AdaPerceiverCrossAttention(config)
+
+    def fold(self, rope: Rope) -> Folded | None:
+        """None where the layers must be called as they are (adapters, offloading, dropout on the weights)."""
+        write, config = self.write, self.write.config
+        dropout = self.training and config.attention_probs_dropout_prob > 0
+        if (
+            dropout
+            or is_hooked(self)
+            or is_hooked(write)
+            or not all(map(is_plain_linear, (write.k_proj, write.v_proj)))
+        ):
+            return None
+        query = write.heads(write.q_proj(write.sink_norm(self.output_token))) * write.scaling
+        cos, sin = rope
+        query = rotate(query, (cos, -sin))[
+            0
+        ]  # (heads, latents, head_size); turned back, where keys are turned forward
+        key_weight = write.k_proj.weight.unflatten(0, (-1, config.head_size))  # (heads, head_size, hidden_size)
+        if write.k_proj.bias is None:
+            bias = query.new_zeros(query.shape[:-1])
+        else:
+            bias = (query @ write.k_proj.bias.view(-1, config.head_size, 1))[..., 0]
+        return Folded(query @ key_weight, bias)
+
+    def forward(
+        self, latents: torch.Tensor, rope: Rope, folded: Folded | None = None, prefixes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """
+        (batch, latents, hidden_size) -> (batch, 1, hidden_size), or (batch, len(prefixes), hidden_size): one output token
+        from each `latents[:, :prefix]`, for ascending `prefixes`. `folded` is that of this `rope`, if it is at hand.
+        """
+        prefixes = [latents.shape[1]] if prefixes is None else prefixes
+        folded = self.fold(rope) if folded is None else folded
+        if folded is None:
+            written = [
+                self.write(self.output_token, latents[:, :stop], source_rope=(rope[0][:stop], rope[1][:stop]))
+                for stop in prefixes
+            ]
+            return torch.cat(written, dim=1)
+
+        write, last = self.write, prefixes[-1]
+        source = write.source_norm(latents[:, :last])
+        scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]) + folded.bias[:, :last]
+        pooled = prefix_pool(scores, source, prefixes)  # (batch, prefixes, heads, hidden_size)
+        value_weight = write.v_proj.weight.unflatten(0, (-1, write.config.head_size))
+        value = torch.einsum("bphd,hkd->bphk", pooled, value_weight).flatten(2)
+        if write.v_proj.bias is not None:
+            value = value + write.v_proj.bias  # once, since the weights of a softmax sum to 1
+        return self.output_token + write.o_proj(value)
+
+
+def prefix_pool(scores: torch.Tensor, source: torch.Tensor, prefixes: Sequence[int]) -> torch.Tensor:
+    """
+    `softmax(scores[..., :stop]) @ source[:, :stop]` for every `stop` of the ascending `prefixes`, in one pass: each group
+    between two prefixes is visited once, and the sums are carried on under a running maximum.
+
+    scores: (batch, heads, latents); source: (batch, latents, hidden_size)
+    Returns (batch, prefixes, heads, hidden_size).
+    """
+    start, maximum, total, weighted, pooled = 0, None, 0.0, 0.0, []
+    for stop in prefixes:
+        group = scores[..., start:stop].float()
+        new_maximum = group.detach().amax(dim=-1, keepdim=True)
+        if maximum is not None:
+            new_maximum = torch.maximum(maximum, new_maximum)
+            decay = (maximum - new_maximum).exp()
+            total, weighted = total * decay, weighted * decay
+        weights = (group - new_maximum).exp()
+        total = total + weights.sum(dim=-1, keepdim=True)
+        weighted = weighted + weights.to(source.dtype) @ source[:, start:stop]
+        pooled.append((weighted / total).to(source.dtype))
+        start, maximum = stop, new_maximum
+    return torch.stack(pooled, dim=1)
+
+
+class AdaPerceiverDenseReadout(nn.Module):
+    """Latents to one output token per input token, for dense prediction."""
+
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__()
+        self.projection = nn.Linear(config.hidden_size, config.hidden_size)
+        self.write = AdaPerceiverCrossAttention(config)
+
+    def forward(self, latents: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """(batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)"""
+        return self.write(self.projection(input_tokens), latents, source_rope=rope)

@@ -1,0 +1,93 @@
+"""The installed package: one import name, few imports at run time, and a wheel that stands alone."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+import adaperceiver
+
+
+REPOSITORY = Path(__file__).parents[1]
+ONLY_FOR_SCRIPTS = ("accelerate", "datasets", "evaluate", "matplotlib", "peft", "timm", "torchvision")
+
+
+def run(code, folder, python_path=None):
+    """What a fresh Python prints, started in `folder`, away from the repository."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python_path is not None:
+        environment["PYTHONPATH"] = str(python_path)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_import_name_is_adaperceiver_and_nothing_else(tmp_path):
+    distribution = importlib.metadata.distribution("adaperceiver")
+    assert distribution.read_text("top_level.txt").split() == ["adaperceiver"]
+    names = ("modeling", "configuration", "adaperceiver", "adaperceiver.configuration")
+    code = f"import importlib.util; print(*[importlib.util.find_spec(name) is not None for name in {names}])"
+    assert run(code, tmp_path) == "False False True True"
+
+
+def test_the_library_runs_without_what_only_the_scripts_need(tmp_path):
+    # `None` in `sys.modules` is how Python says that there is no such module, to `import` and to `find_spec`.
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({ONLY_FOR_SCRIPTS}))
+import torch
+from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
+model = AdaPerceiverForImageClassification(AdaPerceiverConfig(**{TINY}))
+model.save_pretrained("model")
+model = AdaPerceiverForImageClassification.from_pretrained("model")
+print(*model(torch.zeros(1, 3, 32, 32), tokens=8, width=16, depth=1).logits.shape)
+"""
+    assert run(code, tmp_path) == "1 10"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("setuptools", reason="the wheel is built with the setuptools of this environment")
+    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for name in ("modeling", "configuration"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        if (REPOSITORY / name).exists():
+            shutil.copy(REPOSITORY / name, source)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", str(built)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    (path,) = built.iterdir()
+    return path
+
+
+def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
+    version = adaperceiver.__version__
+    files = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    assert {file.parts[0] for file in files} == {"adaperceiver", f"adaperceiver-{version}.dist-info"}
+    expected = {Path("adaperceiver") / file.name for file in (REPOSITORY / "modeling").glob("*.py")}
+    expected |= {Path("adaperceiver/configuration") / f.name for f in (REPOSITORY / "configuration").glob("*.py")}
+    assert {file for file in files if file.suffix == ".py"} == expected
+
+
+def test_the_wheel_imports_without_the_repository(wheel, tmp_path):
+    unzipped, elsewhere = tmp_path / "unzipped", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(unzipped)
+    elsewhere.mkdir()
+    code = """
+import sys
+import adaperceiver
+adaperceiver.AdaPerceiverModel
+print(*sorted(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "adaperceiver"))
+"""
+    files = run(code, elsewhere, python_path=unzipped).split()
+    assert str(unzipped / "adaperceiver" / "__init__.py") in files
+    assert all(Path(file).is_relative_to(unzipped) for file in files)
