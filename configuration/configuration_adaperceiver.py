@@ -117,6 +117,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         self.token_granularities = list(self.token_granularities)
         self.widths = list(self.widths)
         self.validate_architecture()
+        kwargs.pop("stage_names", None)  # saved with every config, but derived
         self.stage_names = ["stem"] + [f"stage{depth}" for depth in range(1, self.num_hidden_layers + 1)]
         self.set_output_features_output_indices(
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)

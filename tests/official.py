@@ -45,7 +45,7 @@ SEGMENTATION_NAMES = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.classifier.")]
 DEPTH_NAMES        = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.bins.")]
 # fmt: on
 
-CONFIG = AdaPerceiverConfig(
+TINY = dict(
     hidden_size=64,
     num_attention_heads=4,
     num_hidden_layers=4,
@@ -56,8 +56,8 @@ CONFIG = AdaPerceiverConfig(
     widths=[32, 48, 64],
     feature_size=80,
     num_depth_bins=16,
-    num_labels=10,
 )
+CONFIG = AdaPerceiverConfig(**TINY)
 
 
 @cache
@@ -92,9 +92,8 @@ def official_model(model_class: type[AdaPerceiverPreTrainedModel], **changes) ->
         "SemanticSegmentation": (["trunk", "dense", "seg"], SEGMENTATION_NAMES + NAMES),
         "DepthEstimation": (["trunk", "dense", "depth"], DEPTH_NAMES + NAMES),
     }[task]
-    if task == "SemanticSegmentation":
-        changes = {"num_labels": 5, **changes}
-    model = model_class(AdaPerceiverConfig.from_dict({**CONFIG.to_dict(), **changes}))
+    changes = {"num_labels": 5 if task == "SemanticSegmentation" else 10, **changes}
+    model = model_class(AdaPerceiverConfig(**{**TINY, **changes}))
     model.load_state_dict(parameters(prefixes, names), strict=True)
     return model.eval()
 

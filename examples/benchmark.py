@@ -1,0 +1,296 @@
+"""
+    python examples/benchmark.py                 # the paper's model; about fifteen minutes on two cores
+    python examples/benchmark.py --smoke true    # a tiny model, for a look at the output; under a minute
+
+Speed, as ratios: what is compared runs interleaved in one process, and medians are divided. Prints a table, and writes it
+with the machine's name as CSV, JSON and a figure to `--output`. `--only` picks suites by name.
+"""
+
+import csv
+import json
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
+
+from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
+
+
+@dataclass
+class Arguments:
+    output: str = field(
+        default="runs/benchmark", metadata={"help": "Folder for results.csv, results.json and ratios.png."}
+    )
+    repeats: int = field(default=5, metadata={"help": "Timed runs of each side of a comparison."})
+    threads: int = field(default=2, metadata={"help": "Threads of torch."})
+    smoke: bool = field(
+        default=False, metadata={"help": "Shrink all models: shows that the script runs, not how fast."}
+    )
+    only: list[str] | None = field(default=None, metadata={"help": "Suites to run, all by default."})
+    memory: str | None = field(
+        default=None, metadata={"help": "(internal) Print the peak memory of one model and exit."}
+    )
+
+
+@dataclass
+class Row:
+    """One ratio of two medians, and what it is held against."""
+
+    suite: str
+    name: str
+    ratio: float
+    target: str  # e.g. "<= 1.05"
+    milliseconds: dict[str, float]
+
+    @property
+    def met(self) -> bool:
+        relation, bound = self.target.split()
+        return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
+
+
+@torch.no_grad()
+def interleaved(runs: dict[str, Callable], repeats: int, name: str) -> dict[str, float]:
+    """Median milliseconds of each run, all of them taking turns so that a busy moment of the machine hits them alike."""
+    times = {key: [] for key in runs}
+    for repeat in tqdm(range(repeats + 1), desc=name, leave=False):
+        for key, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repeat > 0:  # the first round warms up
+                times[key].append(1e3 * (time.perf_counter() - start))
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def build(smoke: bool, half: bool = False) -> AdaPerceiverForImageClassification:
+    """The paper's model or one of half its width, with latents that matter: at init, blocks hardly change anything."""
+    if smoke:
+        config = AdaPerceiverConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=21, num_labels=1000)
+    elif half:
+        config = AdaPerceiverConfig(hidden_size=416, num_attention_heads=13, num_labels=1000)
+    else:
+        config = AdaPerceiverConfig(num_labels=1000)
+    torch.manual_seed(0)
+    model = AdaPerceiverForImageClassification(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gamma", "latent_token", "output_token", "classifier.weight")):
+                parameter.normal_(std=0.5)
+    return model
+
+
+def build_vit(smoke: bool) -> ViTForImageClassification:
+    size = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256} if smoke else {}
+    return ViTForImageClassification(ViTConfig(num_labels=1000, **size)).eval()
+
+
+def block_attention_suite(arguments: Arguments) -> list[Row]:
+    """Block-masked attention against bidirectional attention of the same network: slicing must cost nothing."""
+    model, rows = build(arguments.smoke), []
+    for batch in (1, 8):
+        pixel_values = torch.randn(batch, 3, 224, 224)
+        for tokens in model.config.token_granularities:
+            runs = {
+                kind: lambda kind=kind: model(pixel_values, tokens=tokens, attention=kind)  # noqa: B023
+                for kind in ("block", "bidirectional")
+            }
+            times = interleaved(runs, arguments.repeats, f"block attention, batch {batch}, {tokens} tokens")
+            ratio = times["block"] / times["bidirectional"]
+            rows.append(Row("block_attention", f"batch {batch}, {tokens} tokens", ratio, "<= 1.05", times))
+    return rows
+
+
+def vit_suite(arguments: Arguments) -> list[Row]:
+    """GFLOP/s against transformers' ViT, and peak memory beyond the weights against what it needs."""
+    model, vit, rows = build(arguments.smoke), build_vit(arguments.smoke), []
+    config = vit.config
+    length, d, hidden = 197, config.hidden_size, config.intermediate_size
+    vit_flops = 12 * (2 * length * (4 * d * d + 2 * d * hidden) + 4 * length**2 * d) + 2 * 196 * 768 * d
+    for batch in (1, 8):
+        pixel_values = torch.randn(batch, 3, 224, 224)
+        runs = {"adaperceiver": lambda: model(pixel_values), "vit": lambda: vit(pixel_values)}  # noqa: B023
+        times = interleaved(runs, arguments.repeats, f"ViT, batch {batch}")
+        speed = {
+            "adaperceiver": model.flops(batch_size=batch)["total"] / times["adaperceiver"] / 1e6,
+            "vit": batch * vit_flops / times["vit"] / 1e6,
+        }
+        ratio = speed["adaperceiver"] / speed["vit"]
+        name = f"GFLOP/s, batch {batch} ({speed['adaperceiver']:.0f} against {speed['vit']:.0f})"
+        rows.append(Row("vit", name, ratio, ">= 0.9", times))
+    memory = {name: peak_memory(name, arguments.smoke) for name in ("adaperceiver", "vit")}
+    # What lives at once in a block: the residual stream, and the FFN's hidden layer before and after its activation.
+    units = model.config.ffn_hidden_size(model.config.hidden_size)
+    needed = {"adaperceiver": 256 * (model.config.hidden_size + 2 * units), "vit": length * (d + 2 * hidden)}
+    ratio = (memory["adaperceiver"] / needed["adaperceiver"]) / (memory["vit"] / needed["vit"])
+    megabytes = f"{memory['adaperceiver']:.0f} against {memory['vit']:.0f} MB"
+    rows.append(
+        Row("vit", f"peak memory beyond the weights, by activation size, batch 8 ({megabytes})", ratio, "<= 1.0", {})
+    )
+    return rows
+
+
+def peak_memory(name: str, smoke: bool) -> float:
+    """Megabytes that a forward of eight images adds to a process that holds the model, measured in a process of its own."""
+    command = [sys.executable, __file__, "--memory", name, "--smoke", str(smoke)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@torch.no_grad()
+def print_peak_memory(arguments: Arguments) -> None:
+    model = (build if arguments.memory == "adaperceiver" else build_vit)(arguments.smoke)
+    pixel_values = torch.randn(8, 3, 224, 224)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in kilobytes
+    model(pixel_values)
+    print(max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 1) / 1e3)
+
+
+def axes_suite(arguments: Arguments) -> list[Row]:
+    """Each axis must save time, not only FLOPs. Batch 8."""
+    model, pixel_values = build(arguments.smoke), torch.randn(8, 3, 224, 224)
+    width, depth = model.config.hidden_size // 2, model.config.num_hidden_layers // 3
+    runs = {
+        "full": lambda: model(pixel_values),
+        "tokens": lambda: model(pixel_values, tokens=32),
+        "width": lambda: model(pixel_values, width=width),
+        "depth": lambda: model(pixel_values, depth=depth),
+    }
+    times = interleaved(runs, arguments.repeats, "tokens, width and depth")
+    return [
+        Row("axes", "32 tokens of 256", times["tokens"] / times["full"], "<= 0.22", times),
+        Row("axes", f"width {width} of {2 * width}", times["width"] / times["full"], "<= 0.78", times),
+        Row("axes", f"depth {depth} of {3 * depth}", times["depth"] / times["full"], "<= 0.38", times),
+    ]
+
+
+def probes_suite(arguments: Arguments) -> list[Row]:
+    """Probing after every block, with nobody leaving, against not probing."""
+    model, rows = build(arguments.smoke), []
+    for batch in (1, 8):
+        pixel_values = torch.randn(batch, 3, 224, 224)
+        runs = {
+            "probes": lambda: model(pixel_values, exit_threshold=1.0),  # noqa: B023
+            "no probes": lambda: model(pixel_values),  # noqa: B023
+        }
+        times = interleaved(runs, arguments.repeats, f"probes, batch {batch}")
+        rows.append(Row("probes", f"batch {batch}", times["probes"] / times["no probes"], "<= 1.03", times))
+    return rows
+
+
+@torch.no_grad()
+def exit_suite(arguments: Arguments) -> list[Row]:
+    """Early exit with a known pattern, against the time that the blocks of the images still running should take."""
+    model, pixel_values = build(arguments.smoke, half=True), torch.randn(64, 3, 224, 224)
+    last = model.config.num_hidden_layers
+    # A threshold per image makes it leave at a depth of our choice, if its confidence has a new maximum there.
+    confidences = torch.stack([outputs.logits.softmax(-1).amax(-1) for outputs in model.anytime(pixel_values)])
+    generator, thresholds = random.Random(0), []
+    for image in confidences.T.tolist():
+        records = [depth for depth in range(1, last) if image[depth - 1] > max([0.0, *image[: depth - 1]]) + 1e-4]
+        depth = generator.choice([*records, last])
+        thresholds.append(1.0 if depth == last else (image[depth - 1] + max([0.0, *image[: depth - 1]])) / 2)
+    depths = model(pixel_values, exit_threshold=thresholds).exit_depth.tolist()
+    runs = {
+        "early exit": lambda: model(pixel_values, exit_threshold=thresholds),
+        "all blocks": lambda: model(pixel_values),
+        "one block": lambda: model(pixel_values, depth=1),
+    }
+    times = interleaved(runs, max(3, arguments.repeats // 2), "early exit")
+    block = (times["all blocks"] - times["one block"]) / (last - 1) / 64  # of one image
+    ideal = times["one block"] + block * (sum(depths) - 64)
+    name = (
+        f"batch 64, exit depths {min(depths)} to {max(depths)}, {sum(depths) / 64:.1f} on average, against the ideal"
+    )
+    return [Row("early_exit", name, times["early exit"] / ideal, "<= 1.08", {**times, "ideal": ideal})]
+
+
+def groups_suite(arguments: Arguments) -> list[Row]:
+    """Tokens per image, against separate runs of the images that agree."""
+    model, pixel_values = build(arguments.smoke, half=True), torch.randn(64, 3, 224, 224)
+    granularities = model.config.token_granularities
+    tokens = torch.tensor([granularities[index % len(granularities)] for index in range(64)])
+
+    def apart() -> None:
+        for count in granularities:
+            model(pixel_values[tokens == count], tokens=count)
+
+    runs = {"together": lambda: model(pixel_values, tokens=tokens), "apart": apart}
+    times = interleaved(runs, max(3, arguments.repeats // 2), "tokens per image")
+    return [Row("tokens_per_image", "batch 64", times["together"] / times["apart"], "<= 1.10", times)]
+
+
+SUITES = {
+    "block_attention": block_attention_suite,
+    "vit": vit_suite,
+    "axes": axes_suite,
+    "probes": probes_suite,
+    "early_exit": exit_suite,
+    "tokens_per_image": groups_suite,
+}
+
+
+def machine() -> str:
+    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].split(":")[1].strip() if names else model
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.35 * len(rows) + 1.2))
+    labels = [f"{row.suite}: {row.name}" for row in rows]
+    axes.barh(labels, [row.ratio for row in rows], color=["#4c9a6a" if row.met else "#c0504d" for row in rows])
+    for index, row in enumerate(rows):
+        axes.plot([float(row.target.split()[1])] * 2, [index - 0.4, index + 0.4], color="black")
+        axes.text(row.ratio, index, f" {row.ratio:.3f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ratio (black: target)")
+    axes.tick_params(axis="y", labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    torch.set_num_threads(arguments.threads)
+    if arguments.memory is not None:
+        return print_peak_memory(arguments)
+    unknown = [name for name in arguments.only or [] if name not in SUITES]
+    if unknown:
+        raise SystemExit(f"--only must be among {', '.join(SUITES)}, got {', '.join(unknown)}")
+
+    print(machine())
+    rows = []
+    for name in arguments.only or SUITES:
+        for row in SUITES[name](arguments):
+            rows.append(row)
+            print(
+                f"{row.suite:17} {row.ratio:6.3f}  {row.target:8} {'met' if row.met else 'NOT met':8} {row.name}",
+                flush=True,
+            )
+
+    output = Path(arguments.output)
+    output.mkdir(parents=True, exist_ok=True)
+    records = [{**asdict(row), "met": row.met} for row in rows]
+    (output / "results.json").write_text(json.dumps({"machine": machine(), "rows": records}, indent=2) + "\n")
+    with open(output / "results.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["suite", "name", "ratio", "target", "met"])
+        writer.writerows([row.suite, row.name, f"{row.ratio:.4f}", row.target, row.met] for row in rows)
+    draw(rows, output / "ratios.png")
+    print(f"Wrote results.csv, results.json and ratios.png to {output}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What the documentation says is run: every page's Python blocks, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    blocks, namespace = CODE.findall(page.read_text()), {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
+    printed = capsys.readouterr().out
+    for promised in re.findall(r"^# (.+)$", "".join(blocks), re.MULTILINE):
+        assert promised in printed
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_names_every_page_and_the_commands_exist():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in readme
+    commands = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
+    assert commands >= {"demo", "test"}
+    for command in commands:
+        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
