@@ -156,7 +156,9 @@ def test_early_exit_is_the_same_alone_and_in_any_batch(images):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("after", "every", "allowed"), [(1, 1, {1, 2, 3, 4}), (2, 1, {2, 3, 4}), (1, 2, {1, 3, 4}), (3, 5, {3, 4})])
+@pytest.mark.parametrize(
+    ("after", "every", "allowed"), [(1, 1, {1, 2, 3, 4}), (2, 1, {2, 3, 4}), (1, 2, {1, 3, 4}), (3, 5, {3, 4})]
+)
 def test_images_leave_only_where_they_are_probed(images, after, every, allowed):
     model = official_classifier()
     depths = set()
@@ -306,7 +308,9 @@ def test_the_cost_model_agrees_with_the_flop_counter_at_every_operating_point(mo
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{"use_embed_ffn": False}, {"use_swiglu_ffn": True}, {"qkv_bias": False}])
 def test_the_cost_model_knows_the_variants(tiny_config, changes):
-    model = AdaPerceiverForImageClassification(AdaPerceiverConfig.from_dict({**tiny_config.to_dict(), **changes})).eval()
+    model = AdaPerceiverForImageClassification(
+        AdaPerceiverConfig.from_dict({**tiny_config.to_dict(), **changes})
+    ).eval()
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.randn(2, 3, 32, 32), width=16)
@@ -361,7 +365,9 @@ def test_what_is_given_beside_a_budget_stays():
 def test_an_unreachable_budget_says_what_the_cheapest_costs(images):
     model = official_classifier()
     cheapest = model.flops(tokens=4, width=32, depth=1)["total"] / 1e9
-    with pytest.raises(ValueError, match=f"`max_gflops` must be at least {cheapest:.4g}, .*tokens=4, width=32, depth=1"):
+    with pytest.raises(
+        ValueError, match=f"`max_gflops` must be at least {cheapest:.4g}, .*tokens=4, width=32, depth=1"
+    ):
         model(images, max_gflops=0.9 * cheapest)
     with pytest.raises(ValueError, match="tokens=16, width=64, depth=4"):
         model(images, max_gflops=0.9 * cheapest, **FULL)
@@ -369,7 +375,10 @@ def test_an_unreachable_budget_says_what_the_cheapest_costs(images):
 
 def test_an_accuracy_table_decides_where_there_is_one(images, tmp_path):
     model = official_model(AdaPerceiverForImageClassification)
-    points = [{"tokens": 4, "width": 64, "depth": 4, "value": 0.9}, {"tokens": 16, "width": 64, "depth": 4, "value": 0.8}]
+    points = [
+        {"tokens": 4, "width": 64, "depth": 4, "value": 0.9},
+        {"tokens": 16, "width": 64, "depth": 4, "value": 0.8},
+    ]
     model.accuracy_table = AccuracyTable(metric="made up", points=points)
     assert model.operating_point(max_gflops=1.0)[:3] == (4, 64, 4)
     assert model.operating_point(max_gflops=1.0, tokens=16)[:3] == (16, 64, 4)
@@ -445,7 +454,9 @@ def test_anytime_runs_no_further_than_it_is_asked(images):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("point", [FULL, {"tokens": 8, "width": 48, "depth": 3}, {"tokens": 6, "width": 41, "depth": 1}, {"tokens": 24}])
+@pytest.mark.parametrize(
+    "point", [FULL, {"tokens": 8, "width": 48, "depth": 3}, {"tokens": 6, "width": 41, "depth": 1}, {"tokens": 24}]
+)
 @pytest.mark.parametrize(
     "model_class",
     [
