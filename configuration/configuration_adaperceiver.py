@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.backbone_utils import BackboneConfigMixin
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import PushToHubMixin
@@ -117,8 +118,6 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         self.token_granularities = list(self.token_granularities)
         self.widths = list(self.widths)
         self.validate_architecture()
-        kwargs.pop("stage_names", None)  # saved with every config, but derived
-        self.stage_names = ["stem"] + [f"stage{depth}" for depth in range(1, self.num_hidden_layers + 1)]
         self.set_output_features_output_indices(
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
         )
@@ -160,8 +159,10 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
         for name in ("initializer_range", "layerscale_value"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of {', '.join(sorted(ACT2FN))}, got {self.hidden_act!r}.")
         if not self.min_depth < self.max_depth:
             raise ValueError(f"`max_depth` must be above `min_depth` ({self.min_depth}), got {self.max_depth}.")
 
@@ -171,6 +172,11 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"`widths` must leave at least one hidden unit, got {self.widths[0]} with `ffn_ratio` {self.ffn_ratio}."
             )
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The stages of the backbone: `stage{l}` is read out after block l."""
+        return ["stem"] + [f"stage{depth}" for depth in range(1, self.num_hidden_layers + 1)]
 
     @property
     def grid_size(self) -> int:
@@ -370,6 +376,8 @@ def read_json(dataclass_type: type, path: str | os.PathLike) -> Any:
 def _check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None, label: str | None = None) -> Any:
     """Check one value of an operating point, and return it as a plain number or string."""
     label = label or name
+    if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+        value = value.item()
     if name == "attention":
         if value not in ATTENTION_TYPES:
             raise ValueError(f"`{label}` must be one of {ATTENTION_TYPES}, got {value!r}.")

@@ -67,8 +67,18 @@ class AdaptiveKwargs(TransformersKwargs, total=False):
     interpolate_pos_encoding: bool | None
 
 
-CALL_KWARGS = {*TransformersKwargs.__annotations__, "interpolate_pos_encoding", "return_dict", "use_cache"}
-ADAPTIVE_KWARGS = sorted(AdaptiveKwargs.__annotations__.keys() - CALL_KWARGS)
+# What transformers may pass to a vision model; the other `TransformersKwargs` (positions, packing) have no meaning here.
+CALL_KWARGS = {
+    "interpolate_pos_encoding",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+}
+ADAPTIVE_KWARGS = sorted(
+    AdaptiveKwargs.__annotations__.keys() - TransformersKwargs.__annotations__.keys() - CALL_KWARGS
+)
 
 
 @dataclass
@@ -132,6 +142,10 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": AdaPerceiverBlock, "attentions": AdaPerceiverSelfAttention}
+
+    def __init__(self, config: AdaPerceiverConfig, *args, **kwargs):
+        config.validate_architecture()  # fields may have been set after its construction
+        super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -880,7 +894,8 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
     ) -> BackboneOutput:
         """Feature maps are of shape `(batch, hidden_size, height / patch_size, width / patch_size)`."""
         point, kwargs = self.settle(pixel_values, {**kwargs, "depth": depth})
-        last = max([1, *(self.stage_names.index(stage) for stage in self.out_features)])
+        stages = [self.stage_names.index(name) for name in self.out_features]
+        last = max(stages)
         if point.per_image() or point.depth < last:
             raise ValueError(
                 f"The feature maps of {self.out_features} need one `depth` of at least {last}, and one value of tokens and "
@@ -890,15 +905,13 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
         input_tokens = outputs.input_tokens
         rope = rotary_embedding(self.config, outputs.last_hidden_state.shape[1], input_tokens.device)
         feature_maps = []
-        for stage, latents in enumerate(outputs.hidden_states):
-            if self.stage_names[stage] not in self.out_features:
-                continue
+        for stage in stages:
             if stage == 0:
                 output_tokens = input_tokens
             elif stage == last:
                 output_tokens = outputs.output_tokens
             else:
-                output_tokens = self.adaperceiver.dense_readout(latents, input_tokens, rope)
+                output_tokens = self.adaperceiver.dense_readout(outputs.hidden_states[stage], input_tokens, rope)
             feature_maps.append(to_map(output_tokens, pixel_values, self.config.patch_size))
         return BackboneOutput(
             feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -45,18 +45,18 @@ SEGMENTATION_NAMES = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.classifier.")]
 DEPTH_NAMES        = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.bins.")]
 # fmt: on
 
-TINY = dict(
-    hidden_size=64,
-    num_attention_heads=4,
-    num_hidden_layers=4,
-    patch_size=4,
-    image_size=32,
-    max_latent_tokens=16,
-    token_granularities=[4, 8, 16],
-    widths=[32, 48, 64],
-    feature_size=80,
-    num_depth_bins=16,
-)
+TINY = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "patch_size": 4,
+    "image_size": 32,
+    "max_latent_tokens": 16,
+    "token_granularities": [4, 8, 16],
+    "widths": [32, 48, 64],
+    "feature_size": 80,
+    "num_depth_bins": 16,
+}
 CONFIG = AdaPerceiverConfig(**TINY)
 
 

@@ -488,9 +488,9 @@ def test_a_sub_network_adapts_within_what_it_kept(images):
     assert small.config.token_granularities == [4, 8]
     assert small.config.widths == [32, 48]
     assert_equal(small(images, tokens=4, width=32, depth=2).logits, model(images, tokens=4, width=32, depth=2).logits)
-    with pytest.raises(ValueError, match="`width` .* 1 to 48, got 64"):
+    with pytest.raises(ValueError, match=r"`width` .* 1 to 48, got 64"):
         small(images, width=64)
-    with pytest.raises(ValueError, match="`depth` .* 1 to 3, got 4"):
+    with pytest.raises(ValueError, match=r"`depth` .* 1 to 3, got 4"):
         small(images, depth=4)
 
 
