@@ -10,16 +10,13 @@ import csv
 import json
 import platform
 import random
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from timing import interleaved
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
 
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
@@ -30,7 +27,8 @@ class Arguments:
     output: str = field(
         default="runs/benchmark", metadata={"help": "Folder for results.csv, results.json and ratios.png."}
     )
-    repeats: int = field(default=5, metadata={"help": "Timed runs of each side of a comparison."})
+    repeats: int = field(default=5, metadata={"help": "Timed runs of each side of a comparison, at least."})
+    seconds: float = field(default=20, metadata={"help": "Go on with a comparison for this long, if it is quick."})
     threads: int = field(default=2, metadata={"help": "Threads of torch."})
     smoke: bool = field(
         default=False, metadata={"help": "Shrink all models: shows that the script runs, not how fast."}
@@ -55,19 +53,6 @@ class Row:
     def met(self) -> bool:
         relation, bound = self.target.split()
         return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
-
-
-@torch.no_grad()
-def interleaved(runs: dict[str, Callable], repeats: int, name: str) -> dict[str, float]:
-    """Median milliseconds of each run, all of them taking turns so that a busy moment of the machine hits them alike."""
-    times = {key: [] for key in runs}
-    for repeat in tqdm(range(repeats + 1), desc=name, leave=False):
-        for key, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if repeat > 0:  # the first round warms up
-                times[key].append(1e3 * (time.perf_counter() - start))
-    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def build(smoke: bool, half: bool = False) -> AdaPerceiverForImageClassification:
@@ -102,7 +87,9 @@ def block_attention_suite(arguments: Arguments) -> list[Row]:
                 kind: lambda kind=kind: model(pixel_values, tokens=tokens, attention=kind)  # noqa: B023
                 for kind in ("block", "bidirectional")
             }
-            times = interleaved(runs, arguments.repeats, f"block attention, batch {batch}, {tokens} tokens")
+            times = interleaved(
+                runs, arguments.repeats, arguments.seconds, f"block attention, batch {batch}, {tokens} tokens"
+            )
             ratio = times["block"] / times["bidirectional"]
             rows.append(Row("block_attention", f"batch {batch}, {tokens} tokens", ratio, "<= 1.05", times))
     return rows
@@ -117,7 +104,7 @@ def vit_suite(arguments: Arguments) -> list[Row]:
     for batch in (1, 8):
         pixel_values = torch.randn(batch, 3, 224, 224)
         runs = {"adaperceiver": lambda: model(pixel_values), "vit": lambda: vit(pixel_values)}  # noqa: B023
-        times = interleaved(runs, arguments.repeats, f"ViT, batch {batch}")
+        times = interleaved(runs, arguments.repeats, arguments.seconds, f"ViT, batch {batch}")
         speed = {
             "adaperceiver": model.flops(batch_size=batch)["total"] / times["adaperceiver"] / 1e6,
             "vit": batch * vit_flops / times["vit"] / 1e6,
@@ -172,7 +159,7 @@ def axes_suite(arguments: Arguments) -> list[Row]:
         "width": lambda: model(pixel_values, width=width),
         "depth": lambda: model(pixel_values, depth=depth),
     }
-    times = interleaved(runs, arguments.repeats, "tokens, width and depth")
+    times = interleaved(runs, arguments.repeats, arguments.seconds, "tokens, width and depth")
     return [
         Row("axes", "32 tokens of 256", times["tokens"] / times["full"], "<= 0.22", times),
         Row("axes", f"width {width} of {2 * width}", times["width"] / times["full"], "<= 0.78", times),
@@ -189,7 +176,7 @@ def probes_suite(arguments: Arguments) -> list[Row]:
             "probes": lambda: model(pixel_values, exit_threshold=1.0),  # noqa: B023
             "no probes": lambda: model(pixel_values),  # noqa: B023
         }
-        times = interleaved(runs, arguments.repeats, f"probes, batch {batch}")
+        times = interleaved(runs, arguments.repeats, arguments.seconds, f"probes, batch {batch}")
         rows.append(Row("probes", f"batch {batch}", times["probes"] / times["no probes"], "<= 1.03", times))
     return rows
 
@@ -212,7 +199,7 @@ def exit_suite(arguments: Arguments) -> list[Row]:
         "all blocks": lambda: model(pixel_values),
         "one block": lambda: model(pixel_values, depth=1),
     }
-    times = interleaved(runs, max(3, arguments.repeats // 2), "early exit")
+    times = interleaved(runs, max(3, arguments.repeats // 2), arguments.seconds, "early exit")
     block = (times["all blocks"] - times["one block"]) / (last - 1) / 64  # of one image
     ideal = times["one block"] + block * (sum(depths) - 64)
     name = (
@@ -232,7 +219,7 @@ def groups_suite(arguments: Arguments) -> list[Row]:
             model(pixel_values[tokens == count], tokens=count)
 
     runs = {"together": lambda: model(pixel_values, tokens=tokens), "apart": apart}
-    times = interleaved(runs, max(3, arguments.repeats // 2), "tokens per image")
+    times = interleaved(runs, max(3, arguments.repeats // 2), arguments.seconds, "tokens per image")
     return [Row("tokens_per_image", "batch 64", times["together"] / times["apart"], "<= 1.10", times)]
 
 
@@ -275,6 +262,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.memory is not None:
         return print_peak_memory(arguments)
+    if arguments.smoke:
+        arguments.repeats, arguments.seconds = 1, 0
     unknown = [name for name in arguments.only or [] if name not in SUITES]
     if unknown:
         raise SystemExit(f"--only must be among {', '.join(SUITES)}, got {', '.join(unknown)}")

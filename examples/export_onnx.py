@@ -10,15 +10,15 @@ Needs `pip install -e ".[export]"`.
 """
 
 import logging
-import statistics
 import sys
 import tempfile
-import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from timing import interleaved
 from torch import nn
 from transformers import AutoConfig, HfArgumentParser
 
@@ -120,6 +120,7 @@ def export(network: WithTensors, example: torch.Tensor, dynamic: bool, opset: in
     """Write `network` to `file`; returns the operator set, which the exporter may fail to change."""
     for name in ("torch.onnx", "onnxscript"):  # remarks on optional packages and skipped optimisations
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch's own
     batch = torch.export.Dim("batch")
     program = torch.export.export(
         network, (example,), dynamic_shapes={"pixel_values": {0: batch}} if dynamic else None
@@ -144,19 +145,6 @@ def max_difference(network: WithTensors, run_onnx: Callable, pixel_values: torch
     """The largest absolute difference between the outputs of PyTorch and onnxruntime; NaN if either has one."""
     pairs = zip(network(pixel_values), run_onnx(pixel_values))
     return max((expected - torch.from_numpy(actual)).abs().max().item() for expected, actual in pairs)
-
-
-@torch.no_grad()
-def interleaved(runs: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each run; they take turns, so that a busy moment of the machine hits them alike."""
-    times = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if repeat > 0:  # the first round warms up
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,7 +26,11 @@ Group = tuple[int, int]  # latents start:stop, which see latents :stop
 
 def is_plain_linear(layer: nn.Module) -> bool:
     """Whether `layer(x)` is `x @ weight.T + bias`: no adapter, quantisation, offloading or hook stands in between."""
-    return type(layer) is nn.Linear and not is_hooked(layer)
+    if type(layer) is not nn.Linear or is_hooked(layer):
+        return False
+    # Quantised or sharded weights may be tensors of a class of their own, and so are those of a model being exported.
+    own_class = type(layer.weight) not in (nn.Parameter, torch.Tensor)
+    return not own_class or (torch.compiler.is_exporting() and not is_traceable_wrapper_subclass(layer.weight))
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -37,7 +42,7 @@ def aligned_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     `nn.functional.linear`, but in inference on CPU the rows of the result start at multiples of 64 bytes in memory. BLAS
     writes them faster than the odd row lengths that hidden sizes such as 2138 give.
     """
-    rows, columns = states.shape[:-1].numel(), weight.shape[0]
+    columns = weight.shape[0]
     plain = (
         columns % 16 == 0
         or states.device.type != "cpu"
@@ -47,6 +52,7 @@ def aligned_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     )
     if plain:
         return nn.functional.linear(states, weight, bias)
+    rows = states.shape[:-1].numel()  # not before: asked for while exporting, it would fix the batch size of the graph
     output = states.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
     if bias is None:
         torch.mm(states.flatten(0, -2), weight.T, out=output)
