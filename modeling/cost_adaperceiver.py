@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,14 @@ def encoder_flops(
         components["class_readout"] = fold + images * class_readout_flops(config, tokens)
         components["probes"] = len(point.probe_depths()) * images * class_readout_flops(config, tokens)
     if output_tokens in ("dense", "both"):
-        rows = 3 * patches + 2 * tokens  # output token projection, queries, output; keys, values
-        components["dense_readout"] = images * (rows * projections + 4 * patches * tokens * d)
+        components["dense_readout"] = images * dense_readout_flops(config, tokens, patches)
     return components
+
+
+def dense_readout_flops(config: AdaPerceiverConfig, tokens: int, patches: int) -> int:
+    """One dense readout of one image: projections of output tokens, queries and outputs; of keys and values; attention."""
+    rows = 3 * patches + 2 * tokens
+    return 2 * rows * config.hidden_size**2 + 4 * patches * tokens * config.hidden_size
 
 
 def class_readout_flops(config: AdaPerceiverConfig, tokens: int) -> int:
@@ -134,6 +140,25 @@ class LatencyProfile:
         return profile
 
 
+def first_affordable(
+    points: Sequence[dict[str, int]], budgets: dict[str, float], cost: Callable[[str, dict[str, int]], float]
+) -> dict[str, int]:
+    """The first of `points` whose `cost(budget name, point)` keeps within every budget; they come best first."""
+    for point in points:
+        if all(cost(name, point) <= budget for name, budget in budgets.items()):
+            return point
+    for name, budget in budgets.items():
+        if not points:
+            raise ValueError(f"`{name}` has nothing to choose from: the accuracy table has no such operating point.")
+        cheapest = min(points, key=lambda point: cost(name, point))
+        if cost(name, cheapest) > budget:
+            raise ValueError(
+                f"`{name}` must be at least {cost(name, cheapest):.4g}, the cost of the cheapest operating point "
+                f"({', '.join(f'{axis}={value}' for axis, value in cheapest.items())}), got {budget:g}."
+            )
+    raise ValueError(f"No operating point keeps within {budgets} at once.")
+
+
 @torch.no_grad()
 def measure_latency(
     model: torch.nn.Module,
@@ -150,10 +175,13 @@ def measure_latency(
         batch_size, config.num_channels, *image_size, device=parameter.device, dtype=parameter.dtype
     )
     grid = [(t, w, d) for t in config.token_granularities for w in config.widths for d in sorted(set(depths))]
+    # A model that exits early by default is timed as if nobody left, probes included: a budget must hold for any image.
+    exit_threshold = None if model.adaptive_config.exit_threshold is None else 1.0
     points = []
     for tokens, width, depth in tqdm(grid, desc="profile", unit="point", disable=not progress):
-        run = lambda: model(pixel_values, tokens=tokens, width=width, depth=depth)  # noqa: B023, E731
-        points.append({"tokens": tokens, "width": width, "depth": depth, "ms": milliseconds(run, repeats)})
+        point = {"tokens": tokens, "width": width, "depth": depth}
+        run = partial(model, pixel_values, **point, exit_threshold=exit_threshold)
+        points.append({**point, "ms": milliseconds(run, repeats)})
     return LatencyProfile(
         machine=platform.processor() or platform.machine(),
         device=str(parameter.device),

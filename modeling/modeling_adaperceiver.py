@@ -28,7 +28,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
-from .cost_adaperceiver import AccuracyTable, LatencyProfile, encoder_flops, ffn_flops, measure_latency
+from .cost_adaperceiver import (
+    AccuracyTable,
+    LatencyProfile,
+    dense_readout_flops,
+    encoder_flops,
+    ffn_flops,
+    first_affordable,
+    measure_latency,
+)
 from .layers_adaperceiver import (
     AdaPerceiverBlock,
     AdaPerceiverClassReadout,
@@ -48,6 +56,8 @@ from .loss_adaperceiver import (
 )
 
 
+AXES = ("tokens", "width", "depth")
+BUDGETS = ("max_gflops", "max_latency_ms")
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -240,51 +250,39 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         chosen = self.adaptive_config
         if adaptive_config is not None:
             chosen = chosen.update(**adaptive_config.to_dict())
-        if any(kwargs.get(name, getattr(chosen, name)) is not None for name in ("max_gflops", "max_latency_ms")):
-            kwargs |= self._within_budget(chosen.update(**kwargs), image_size, batch_size)
+        budgets = {name: kwargs.get(name) for name in BUDGETS}
+        if any(kwargs.get(name) is None for name in AXES):  # a point that the call spells out wins over a saved budget
+            budgets = {name: getattr(chosen, name) if value is None else value for name, value in budgets.items()}
+        budgets = {name: value for name, value in budgets.items() if value is not None}
+        if budgets:
+            kwargs |= self._best_within(budgets, chosen.update(**kwargs), image_size, batch_size)
         return chosen.operating_point(self.config, **kwargs)
 
-    def _within_budget(
-        self, chosen: AdaptiveConfig, image_size: tuple[int, int] | None, batch_size: int
+    def _best_within(
+        self,
+        budgets: dict[str, float],
+        chosen: AdaptiveConfig,
+        image_size: tuple[int, int] | None,
+        batch_size: int,
     ) -> dict[str, int]:
+        """The best point of the trained grid, with tokens, width and depth of `chosen` as they are, that fits `budgets`."""
         chosen.validate(self.config)
-        axes = {
-            "tokens": self.config.token_granularities,
-            "width": self.config.widths,
-            "depth": range(1, self.config.num_hidden_layers + 1),
-        }
-        fixed = {name: getattr(chosen, name) for name in axes if getattr(chosen, name) is not None}
+        trained = (self.config.token_granularities, self.config.widths, range(1, self.config.num_hidden_layers + 1))
+        fixed = {name: getattr(chosen, name) for name in AXES if getattr(chosen, name) is not None}
         if self.accuracy_table is not None:
             grid = [point for point in self.accuracy_table.best_first() if fixed.items() <= point.items()]
         else:
-            grid = [
-                dict(zip(axes, values)) for values in product(*([fixed[n]] if n in fixed else axes[n] for n in axes))
-            ]
+            choices = ([fixed[name]] if name in fixed else values for name, values in zip(AXES, trained))
+            grid = [dict(zip(AXES, values)) for values in product(*choices)]
             grid.sort(key=lambda point: (point["depth"], point["width"], point["tokens"]), reverse=True)
 
-        open_budget = {"max_gflops": None, "max_latency_ms": None}
-        settings = {name: value for name, value in chosen.to_dict().items() if name not in {*axes, *open_budget}}
-
-        def cost(name: str, point: dict[str, int]) -> float:
-            if name == "max_latency_ms":
+        def cost(budget: str, point: dict[str, int]) -> float:
+            if budget == "max_latency_ms":
                 return self._profile_for(image_size, batch_size).milliseconds(**point)
-            point = AdaptiveConfig(**settings, **point).operating_point(self.config)
+            point = chosen.update(**point).operating_point(self.config)
             return self._flops_at(point, image_size, batch_size=1)["total"] / 1e9  # for one image, whatever the batch
 
-        budgets = {name: getattr(chosen, name) for name in open_budget if getattr(chosen, name) is not None}
-        for point in grid:
-            if all(cost(name, point) <= budget for name, budget in budgets.items()):
-                return point
-        for name, budget in budgets.items():
-            cheapest = min(grid, key=lambda point: cost(name, point), default=None)
-            if cheapest is None:
-                raise ValueError(f"`{name}` has no operating point to choose from with {fixed} in the accuracy table.")
-            if cost(name, cheapest) > budget:
-                raise ValueError(
-                    f"`{name}` must be at least {cost(name, cheapest):.4g}, the cost of the cheapest operating point "
-                    f"({', '.join(f'{axis}={value}' for axis, value in cheapest.items())}), got {budget:g}."
-                )
-        raise ValueError(f"No operating point keeps within {budgets} at once.")
+        return first_affordable(grid, budgets, cost)
 
     def _profile_for(self, image_size: tuple[int, int] | None, batch_size: int) -> LatencyProfile:
         profile, side = self.latency_profile, self.config.image_size
@@ -345,8 +343,10 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         """FLOPs of what stands on the base model, by component."""
         return {}
 
-    def settle(self, pixel_values: torch.Tensor | None, kwargs: dict) -> tuple[OperatingPoint, dict]:
-        """Part the keyword arguments of a call into where it runs and what transformers wants to know."""
+    def settle(
+        self, pixel_values: torch.Tensor | None, kwargs: dict, operating_point: OperatingPoint | None = None
+    ) -> tuple[OperatingPoint, dict]:
+        """Part the keyword arguments of a call into where it runs, if that is open, and what transformers wants to know."""
         unknown = [name for name in kwargs if name not in CALL_KWARGS and name not in ADAPTIVE_KWARGS]
         if unknown:
             raise TypeError(
@@ -355,6 +355,10 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
             )
         adaptive = {name: value for name, value in kwargs.items() if name in ADAPTIVE_KWARGS}
         others = {name: value for name, value in kwargs.items() if name not in ADAPTIVE_KWARGS}
+        if operating_point is not None:
+            if adaptive:
+                raise TypeError(f"`operating_point` leaves nothing open, got {', '.join(adaptive)} beside it.")
+            return operating_point, others
         if isinstance(pixel_values, torch.Tensor) and pixel_values.ndim == 4:  # else the embeddings say what is wrong
             batch_size, _, *image_size = pixel_values.shape
             adaptive |= {"batch_size": batch_size, "image_size": tuple(image_size)}
@@ -372,10 +376,8 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         config = self.config.sub_config(point)
         model = type(self)(config).to(dtype=self.dtype, device=self.device)
         ours = self.state_dict()
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(
-                ours[name][tuple(slice(size) for size in tensor.shape)]
-            )  # units and blocks nest: the first ones
+        for name, tensor in model.state_dict().items():  # hidden units and blocks nest: the first ones of each
+            tensor.copy_(ours[name][tuple(slice(size) for size in tensor.shape)])
         # Beyond the training length RoPE depends on the number of tokens, so it stays an argument there.
         model.adaptive_config = AdaptiveConfig(
             tokens=point.tokens if point.tokens > config.max_latent_tokens else None,
@@ -424,18 +426,27 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         confidence (`Callable`, *optional*):
             For early exit: class output tokens `(batch, hidden_size)` to confidences `(batch,)`. Classifiers pass theirs.
         """
-        point = operating_point
-        if point is None:
-            point, kwargs = self.settle(pixel_values, kwargs)
+        point, kwargs = self.settle(pixel_values, kwargs, operating_point)
         input_tokens = self.embeddings(pixel_values, interpolate_pos_encoding)  # (batch, patches, hidden_size)
-        self._check_point(point, input_tokens.shape[0], confidence, kwargs)
-        # In training, widths that differ are masked, so that the batch stays whole; otherwise every group of images that
-        # agree runs at its own cost.
-        apart = point.per_image().keys() - {"exit_threshold"} - ({"width"} if self.training else set())
+        self._check_point(point, input_tokens.shape[0], confidence)
+        captured = [name for name in ("output_hidden_states", "output_attentions") if self._asks_for(name, kwargs)]
+        # Widths that differ are masked where the batch must stay whole; otherwise every group of images that agree in
+        # tokens, width and depth runs at its own cost.
+        whole = point.exit_threshold is None and (self.training or captured)
+        apart = point.per_image().keys() - {"exit_threshold"} - ({"width"} if whole else set())
+        if captured and (apart or point.exit_threshold is not None):
+            raise ValueError(
+                f"`{captured[0]}` needs all images to run through the same blocks with the same tokens: leave out "
+                f"{', '.join(f'`{name}`' for name in apart) or '`exit_threshold`'}, or ask for one image at a time."
+            )
         run = self._run_apart if apart else self._run
         return run(input_tokens, point, confidence, kwargs)
 
-    def _check_point(self, point: OperatingPoint, images: int, confidence: Callable | None, kwargs: dict) -> None:
+    def _asks_for(self, name: str, kwargs: dict) -> bool:
+        value = kwargs.get(name)
+        return bool(getattr(self.config, name) if value is None else value)
+
+    def _check_point(self, point: OperatingPoint, images: int, confidence: Callable | None) -> None:
         for name, values in point.per_image().items():
             if len(values) != images:
                 raise ValueError(
@@ -445,27 +456,19 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             raise ValueError(
                 f"`exit_threshold` needs a model with a classifier, got {point.exit_threshold} for {type(self).__name__}."
             )
-        if point.exit_threshold is not None or point.per_image().keys() - {"width"}:
-            for name in ("output_hidden_states", "output_attentions"):
-                if kwargs.get(name, getattr(self.config, name)):
-                    raise ValueError(
-                        f"`{name}` needs all images to run through the same blocks with the same tokens: leave out "
-                        f"{'`exit_threshold`' if point.exit_threshold is not None else 'values per image'}."
-                    )
 
     def _run(
         self, input_tokens: torch.Tensor, point: OperatingPoint, confidence: Callable | None, kwargs: dict
     ) -> AdaPerceiverModelOutput:
-        """All images at the same operating point (in training, perhaps at different widths)."""
+        """All images at the same operating point, or at widths to be masked."""
         rope = rotary_embedding(self.config, point.tokens, input_tokens.device)
-        latents = self.read(input_tokens, rope)  # (batch, tokens, hidden_size)
         exit_depth = class_token = output_tokens = None
         if point.exit_threshold is not None:
-            latents, output_tokens, exit_depth = self._run_until_confident(latents, rope, point, confidence, kwargs)
+            latents, output_tokens, exit_depth = self._encode_until_confident(
+                input_tokens, rope, point, confidence, kwargs
+            )
         else:
-            groups = self.config.token_groups(point.tokens, point.attention)
-            for layer in self.layers[: point.depth]:
-                latents = layer(latents, rope, groups, point.width, **kwargs)
+            latents = self.encode(input_tokens, rope, point, kwargs)
             if self.class_readout is not None:
                 output_tokens = self.class_readout(latents, rope)  # (batch, 1, hidden_size)
         if output_tokens is not None:
@@ -480,13 +483,22 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             exit_depth=exit_depth,
         )
 
-    def _run_until_confident(
-        self, latents: torch.Tensor, rope: tuple, point: OperatingPoint, confidence: Callable, kwargs: dict
+    def encode(self, input_tokens: torch.Tensor, rope: tuple, point: OperatingPoint, kwargs: dict) -> torch.Tensor:
+        """Read, then blocks. (batch, patches, hidden_size) -> (batch, tokens, hidden_size)"""
+        groups = self.config.token_groups(point.tokens, point.attention)
+        latents = self.read(input_tokens, rope)
+        for layer in self.layers[: point.depth]:
+            latents = layer(latents, rope, groups, point.width, **kwargs)
+        return latents
+
+    def _encode_until_confident(
+        self, input_tokens: torch.Tensor, rope: tuple, point: OperatingPoint, confidence: Callable, kwargs: dict
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Early exit: every image runs until its own confidence reaches its own threshold, and the rest go on without it.
         Returns latents, class output tokens `(batch, 1, hidden_size)` and depths, each at the image's own exit.
         """
+        latents = self.read(input_tokens, rope)
         images, device = latents.shape[0], latents.device
         groups, folded = self.config.token_groups(point.tokens, point.attention), self.class_readout.fold(rope)
         thresholds = torch.tensor(point.exit_threshold, device=device).expand(images)
@@ -606,13 +618,26 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
             raise ValueError(f"`granularities` must be an ascending choice from {known}, got {granularities}.")
         if last > self.config.max_latent_tokens:
             raise ValueError(f"`granularities` must not exceed {self.config.max_latent_tokens}, got {granularities}.")
-        point, kwargs = self.settle(pixel_values, {**kwargs, "tokens": last})
+        point, kwargs = self._one_point(pixel_values, {"tokens": last}, **kwargs)
         if point.attention != "block" and len(granularities) > 1:
             raise ValueError(f'`attention` must be "block" for several token counts at once, got {point.attention!r}.')
-        outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
+        model = self.adaperceiver
         rope = rotary_embedding(self.config, last, pixel_values.device)
-        written = self.adaperceiver.class_readout(outputs.last_hidden_state, rope, prefixes=granularities)
+        input_tokens = model.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
+        written = model.class_readout(model.encode(input_tokens, rope, point, kwargs), rope, prefixes=granularities)
         return self.classifier(written).transpose(0, 1)
+
+    def _one_point(
+        self, pixel_values: torch.Tensor, given: dict | None = None, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> tuple[OperatingPoint, dict]:
+        """`settle`, for methods that run all images alike; `given` is what the method itself decides."""
+        for name in given or {}:
+            if name in kwargs:
+                raise TypeError(f"`{name}` is not an argument here.")
+        point, kwargs = self.settle(pixel_values, {**kwargs, **(given or {})})
+        if point.per_image() or point.exit_threshold is not None:
+            raise ValueError("All images run at one operating point here: no values per image, no `exit_threshold`.")
+        return point, kwargs
 
     @torch.no_grad()
     def anytime(
@@ -626,9 +651,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         """
         if by not in ("depth", "tokens"):
             raise ValueError(f'`by` must be "depth" or "tokens", got {by!r}.')
-        point, kwargs = self.settle(pixel_values, kwargs)
-        if point.per_image() or point.exit_threshold is not None:
-            raise ValueError("`anytime` runs all images at one operating point, without `exit_threshold`.")
+        point, kwargs = self._one_point(pixel_values, **kwargs)
         model = self.adaperceiver
         rope = rotary_embedding(self.config, point.tokens, pixel_values.device)
         groups = self.config.token_groups(point.tokens, point.attention)
@@ -651,7 +674,9 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         self, latents: torch.Tensor, rope: tuple, folded: tuple, depth: int
     ) -> AdaPerceiverClassifierOutput:
         logits = self.classifier(self.adaperceiver.class_readout(latents, rope, folded)[:, 0])
-        return AdaPerceiverClassifierOutput(logits=logits, exit_depth=torch.full((latents.shape[0],), depth))
+        return AdaPerceiverClassifierOutput(
+            logits=logits, exit_depth=latents.new_full((latents.shape[0],), depth, dtype=torch.long)
+        )
 
 
 class AdaPerceiverFeatureAdapter(nn.Module):
@@ -916,6 +941,14 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
         return BackboneOutput(
             feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def _flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
+        last = max(self.stage_names.index(name) for name in self.out_features)
+        return super()._flops_at(point._replace(depth=last), image_size, batch_size)
+
+    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
+        between = [name for name in self.out_features if 0 < self.stage_names.index(name) < point.depth]
+        return {"stages": len(between) * images * dense_readout_flops(self.config, point.tokens, patches)}
 
 
 __all__ = [

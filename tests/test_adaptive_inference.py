@@ -17,6 +17,7 @@ from adaperceiver import (
     AdaPerceiverForImageClassification,
     AdaPerceiverForSemanticSegmentation,
     AdaPerceiverModel,
+    AdaptiveConfig,
     LatencyProfile,
 )
 from adaperceiver.layers_adaperceiver import prefix_pool, rotary_embedding
@@ -210,10 +211,29 @@ def test_the_distillation_model_exits_early_with_its_features(images):
         assert_equal(outputs.features[index], alone.features[0])
 
 
-def test_hidden_states_of_images_that_part_are_refused(images):
+@torch.no_grad()
+def test_hidden_states_come_with_widths_per_image_but_not_when_images_part(images):
+    model = official_classifier()
+    together = model(images[:2], width=[32, 64], output_hidden_states=True).hidden_states
+    for index, width in enumerate((32, 64)):
+        alone = model(images[index : index + 1], width=width, output_hidden_states=True).hidden_states
+        assert len(together) == len(alone) == 5
+        for ours, expected in zip(together, alone):
+            assert_equal(ours[index], expected[0])
     for point in ({"exit_threshold": 0.5}, {"tokens": [4] * 8 + [8]}):
         with pytest.raises(ValueError, match="output_hidden_states"):
-            official_classifier()(images, output_hidden_states=True, **point)
+            model(images, output_hidden_states=True, **point)
+
+
+def test_widths_per_image_and_early_exit_go_together_in_training_too(images):
+    model = official_model(AdaPerceiverForImageClassification).train()
+    widths = [32, 48, 64] * 3
+    together = model(images, width=widths, exit_threshold=0.35)
+    assert len(together.exit_depth.unique()) > 1
+    for index, width in enumerate(widths):
+        alone = model(images[index : index + 1], width=width, exit_threshold=0.35)
+        assert together.exit_depth[index] == alone.exit_depth[0]
+        assert_equal(together.logits[index], alone.logits[0])
 
 
 # --- choices per image
@@ -340,6 +360,17 @@ def test_the_papers_model_costs_what_it_should():
     assert 45 < plain_readout / (model.flops(exit_threshold=1.0)["probes"] / 20) < 55
 
 
+@torch.no_grad()
+def test_the_cost_of_a_backbone_counts_its_stages(tiny_config):
+    for features in (["stem"], ["stage1"], ["stage2"], ["stem", "stage1", "stage2"]):
+        tiny_config.out_features = features
+        model = AdaPerceiverBackbone(tiny_config).eval()
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randn(2, 3, 32, 32), tokens=8)
+        assert abs(model.flops(batch_size=2, tokens=8)["total"] / counter.get_total_flops() - 1) < 0.01
+
+
 # --- budgets
 
 
@@ -360,6 +391,17 @@ def test_what_is_given_beside_a_budget_stays():
     model = official_classifier()
     assert model.operating_point(max_gflops=1.0, tokens=4)[:3] == (4, 64, 4)
     assert model.operating_point(max_gflops=1.0, tokens=6, width=40)[:3] == (6, 40, 4)
+
+
+def test_a_saved_budget_gives_way_to_a_point_that_is_spelled_out(images):
+    model = official_model(AdaPerceiverForImageClassification)
+    model.adaptive_config = AdaptiveConfig(max_gflops=1e-6, max_latency_ms=1e-6)
+    with pytest.raises(ValueError, match="max_gflops"):
+        model(images)
+    with pytest.raises(ValueError, match="max_gflops"):
+        model(images, tokens=4)
+    assert model.operating_point(**FULL)[:3] == (16, 64, 4)
+    model.profile(repeats=1, progress=False)  # measures in spite of it
 
 
 def test_an_unreachable_budget_says_what_the_cheapest_costs(images):
@@ -434,6 +476,17 @@ def test_anytime_by_tokens_yields_what_each_granularity_would_say(images):
     assert len(predictions) == 3
     for tokens, outputs in zip(CONFIG.token_granularities, predictions):
         assert_equal(outputs.logits, model(images, tokens=tokens, width=48, depth=3).logits)
+
+
+def test_methods_that_run_all_images_alike_refuse_what_parts_them(images):
+    model = official_classifier()
+    for point in ({"exit_threshold": 0.5}, {"tokens": [4] * 9}):
+        with pytest.raises(ValueError, match="one operating point"):
+            next(model.anytime(images, **point))
+    with pytest.raises(TypeError, match="`tokens`"):
+        model.logits_by_tokens(images, tokens=8)
+    with pytest.raises(TypeError, match="operating_point"):
+        model.adaperceiver(images, operating_point=model.operating_point(), tokens=8)
 
 
 @torch.no_grad()
