@@ -10,13 +10,13 @@ import csv
 import json
 import platform
 import random
-import subprocess
-import sys
+import weakref
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from timing import interleaved
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
 
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
@@ -34,9 +34,6 @@ class Arguments:
         default=False, metadata={"help": "Shrink all models: shows that the script runs, not how fast."}
     )
     only: list[str] | None = field(default=None, metadata={"help": "Suites to run, all by default."})
-    memory: str | None = field(
-        default=None, metadata={"help": "(internal) Print the peak memory of one model and exit."}
-    )
 
 
 @dataclass
@@ -112,9 +109,7 @@ def vit_suite(arguments: Arguments) -> list[Row]:
         ratio = speed["adaperceiver"] / speed["vit"]
         name = f"GFLOP/s, batch {batch} ({speed['adaperceiver']:.0f} against {speed['vit']:.0f})"
         rows.append(Row("vit", name, ratio, ">= 0.9", times))
-    if not Path("/proc/self/clear_refs").exists():
-        return rows  # peak memory is read where Linux keeps it
-    memory = {name: peak_memory(name, arguments.smoke) for name in ("adaperceiver", "vit")}
+    memory = {name: peak_memory(network) for name, network in (("adaperceiver", model), ("vit", vit))}
     # What lives at once in an FFN: its input, norm and output, the hidden layer before and after the activation, and in
     # AdaPerceiver the input tokens, which are part of the output.
     units = model.config.ffn_hidden_size(model.config.hidden_size)
@@ -127,26 +122,42 @@ def vit_suite(arguments: Arguments) -> list[Row]:
     return rows
 
 
-def peak_memory(name: str, smoke: bool) -> float:
-    """Megabytes that a forward of eight images adds to a process that holds the model, measured in a process of its own."""
-    command = [sys.executable, __file__, "--memory", name, "--smoke", str(smoke)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+class LiveMemory(TorchDispatchMode):
+    """Follows the bytes of all tensors that are made and not yet freed, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.follow(tensor.untyped_storage())
+        return result
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self.known or size == 0:  # a view
+            return
+        self.known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
 
 
 @torch.no_grad()
-def print_peak_memory(arguments: Arguments) -> None:
-    model = (build if arguments.memory == "adaperceiver" else build_vit)(arguments.smoke)
+def peak_memory(model: torch.nn.Module) -> float:
+    """Megabytes that a forward of eight images needs at its peak, beside weights and images."""
     pixel_values = torch.randn(8, 3, 224, 224)
-    model(pixel_values[:1])  # what is allocated once and kept does not count
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: start the peak anew from what is in use
-    before = memory_in_kilobytes("VmRSS")
-    model(pixel_values)
-    print(max(memory_in_kilobytes("VmHWM") - before, 1) / 1e3)
-
-
-def memory_in_kilobytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    with LiveMemory() as memory:
+        memory.known = {tensor.untyped_storage().data_ptr() for tensor in [pixel_values, *model.parameters()]}
+        model(pixel_values)
+    return memory.peak / 1e6
 
 
 def axes_suite(arguments: Arguments) -> list[Row]:
@@ -260,8 +271,6 @@ def draw(rows: list[Row], path: Path) -> None:
 def main() -> None:
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     torch.set_num_threads(arguments.threads)
-    if arguments.memory is not None:
-        return print_peak_memory(arguments)
     if arguments.smoke:
         arguments.repeats, arguments.seconds = 1, 0
     unknown = [name for name in arguments.only or [] if name not in SUITES]

@@ -339,12 +339,14 @@ class AdaPerceiverRead(nn.Module):
 
 
 class AdaPerceiverLayerScale(nn.Module):
+    """`latents + gamma * update`, in one pass."""
+
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(config.hidden_size))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states * self.gamma
+    def forward(self, latents: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(latents, update, self.gamma)
 
 
 class AdaPerceiverDropPath(nn.Module):
@@ -369,8 +371,8 @@ class AdaPerceiverBlock(GradientCheckpointingLayer):
     def __init__(self, config: AdaPerceiverConfig, index: int):
         super().__init__()
 
-        def layer_scale() -> nn.Module:
-            return AdaPerceiverLayerScale(config) if config.layerscale_value else nn.Identity()
+        def layer_scale() -> nn.Module | None:
+            return AdaPerceiverLayerScale(config) if config.layerscale_value else None
 
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = AdaPerceiverSelfAttention(config)
@@ -391,10 +393,13 @@ class AdaPerceiverBlock(GradientCheckpointingLayer):
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """(batch, latents, hidden_size) -> the same. `kwargs` go to the attention."""
-        update, _ = self.attention(self.norm1(latents), rope, groups, **kwargs)
-        latents = latents + self.drop_path(self.layer_scale1(self.dropout(update)))
-        update = self.ffn(self.norm2(latents), width)
-        return latents + self.drop_path(self.layer_scale2(self.dropout(update)))
+        # The updates have no names, so that they are freed as soon as they are added.
+        latents = self.add(latents, self.attention(self.norm1(latents), rope, groups, **kwargs)[0], self.layer_scale1)
+        return self.add(latents, self.ffn(self.norm2(latents), width), self.layer_scale2)
+
+    def add(self, latents: torch.Tensor, update: torch.Tensor, layer_scale: nn.Module | None) -> torch.Tensor:
+        update = self.drop_path(self.dropout(update))
+        return latents + update if layer_scale is None else layer_scale(latents, update)
 
 
 class Folded(NamedTuple):
