@@ -436,9 +436,8 @@ class AdaPerceiverClassReadout(nn.Module):
             return None
         query = write.heads(write.q_proj(write.sink_norm(self.output_token))) * write.scaling
         cos, sin = rope
-        query = rotate(query, (cos, -sin))[
-            0
-        ]  # (heads, latents, head_size); turned back, where keys are turned forward
+        query = rotate(query, (cos, -sin))  # turned back, where the keys would be turned forward
+        query = query.squeeze(0)  # (heads, latents, head_size)
         key_weight = write.k_proj.weight.unflatten(0, (-1, config.head_size))  # (heads, head_size, hidden_size)
         if write.k_proj.bias is None:
             bias = query.new_zeros(query.shape[:-1])
@@ -464,7 +463,7 @@ class AdaPerceiverClassReadout(nn.Module):
 
         write, last = self.write, prefixes[-1]
         source = write.source_norm(latents[:, :last])
-        scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]) + folded.bias[:, :last]
+        scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]).contiguous() + folded.bias[:, :last]
         pooled = prefix_pool(scores, source, prefixes)  # (batch, prefixes, heads, hidden_size)
         value_weight = write.v_proj.weight.unflatten(0, (-1, write.config.head_size))
         value = torch.einsum("bphd,hkd->bphk", pooled, value_weight).flatten(2)

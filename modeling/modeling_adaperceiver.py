@@ -8,7 +8,6 @@ this file runs them at an operating point and puts heads on top.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import nn
@@ -28,15 +27,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
-from .cost_adaperceiver import (
-    AccuracyTable,
-    LatencyProfile,
-    dense_readout_flops,
-    encoder_flops,
-    ffn_flops,
-    first_affordable,
-    measure_latency,
-)
+from .cost_adaperceiver import AccuracyTable, CostMixin, dense_readout_flops, ffn_flops
 from .layers_adaperceiver import (
     AdaPerceiverBlock,
     AdaPerceiverClassReadout,
@@ -56,8 +47,6 @@ from .loss_adaperceiver import (
 )
 
 
-AXES = ("tokens", "width", "depth")
-BUDGETS = ("max_gflops", "max_latency_ms")
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
@@ -131,7 +120,7 @@ class AdaPerceiverDistillationOutput(AdaPerceiverClassifierOutput):
     features: torch.FloatTensor | None = None
 
 
-class AdaPerceiverPreTrainedModel(PreTrainedModel):
+class AdaPerceiverPreTrainedModel(CostMixin, PreTrainedModel):
     config: AdaPerceiverConfig
     base_model_prefix = "adaperceiver"
     main_input_name = "pixel_values"
@@ -172,35 +161,15 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.base_model.embeddings.patch_embeddings
 
-    # What goes with the weights beside the config is owned by the base model, so that every head reaches it.
-
     @property
     def adaptive_config(self) -> AdaptiveConfig:
-        """Where the model runs when a call does not say."""
+        """Where the model runs when a call does not say. The base model owns it, so that every head reaches it."""
         return self.base_model._adaptive_config
 
     @adaptive_config.setter
     def adaptive_config(self, adaptive_config: AdaptiveConfig) -> None:
         adaptive_config.validate(self.config)
         self.base_model._adaptive_config = adaptive_config
-
-    @property
-    def accuracy_table(self) -> AccuracyTable | None:
-        """What the model scores at its operating points, if that was measured. Budgets are spent by it."""
-        return self.base_model._accuracy_table
-
-    @accuracy_table.setter
-    def accuracy_table(self, accuracy_table: AccuracyTable | None) -> None:
-        self.base_model._accuracy_table = accuracy_table
-
-    @property
-    def latency_profile(self) -> LatencyProfile | None:
-        """What the operating points take on this machine, as `profile` measured it; never saved with the model."""
-        return self.base_model._latency_profile
-
-    @latency_profile.setter
-    def latency_profile(self, latency_profile: LatencyProfile | None) -> None:
-        self.base_model._latency_profile = latency_profile
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args, is_main_process: bool = True, **kwargs
@@ -231,117 +200,6 @@ class AdaPerceiverPreTrainedModel(PreTrainedModel):
         if adaptive_config is not None:
             model.adaptive_config = adaptive_config.copy()
         return loaded
-
-    def operating_point(
-        self,
-        image_size: tuple[int, int] | None = None,
-        batch_size: int = 1,
-        adaptive_config: AdaptiveConfig | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
-    ) -> OperatingPoint:
-        """
-        Where a call with these arguments runs: they win over `adaptive_config`, which wins over the model's own.
-
-        A budget (`max_gflops` per image, `max_latency_ms` per call) picks the best affordable point of the trained grid,
-        tokens, width and depth that are given left as they are. Best is what scores most in `accuracy_table`; without
-        one, the deepest, among those the widest, among those the one with most tokens: tokens are given up first, then
-        width, and depth last.
-        """
-        chosen = self.adaptive_config
-        if adaptive_config is not None:
-            chosen = chosen.update(**adaptive_config.to_dict())
-        budgets = {name: kwargs.get(name) for name in BUDGETS}
-        if any(kwargs.get(name) is None for name in AXES):  # a point that the call spells out wins over a saved budget
-            budgets = {name: getattr(chosen, name) if value is None else value for name, value in budgets.items()}
-        budgets = {name: value for name, value in budgets.items() if value is not None}
-        if budgets:
-            kwargs |= self._best_within(budgets, chosen.update(**kwargs), image_size, batch_size)
-        return chosen.operating_point(self.config, **kwargs)
-
-    def _best_within(
-        self,
-        budgets: dict[str, float],
-        chosen: AdaptiveConfig,
-        image_size: tuple[int, int] | None,
-        batch_size: int,
-    ) -> dict[str, int]:
-        """The best point of the trained grid, with tokens, width and depth of `chosen` as they are, that fits `budgets`."""
-        chosen.validate(self.config)
-        trained = (self.config.token_granularities, self.config.widths, range(1, self.config.num_hidden_layers + 1))
-        fixed = {name: getattr(chosen, name) for name in AXES if getattr(chosen, name) is not None}
-        if self.accuracy_table is not None:
-            grid = [point for point in self.accuracy_table.best_first() if fixed.items() <= point.items()]
-        else:
-            choices = ([fixed[name]] if name in fixed else values for name, values in zip(AXES, trained))
-            grid = [dict(zip(AXES, values)) for values in product(*choices)]
-            grid.sort(key=lambda point: (point["depth"], point["width"], point["tokens"]), reverse=True)
-
-        def cost(budget: str, point: dict[str, int]) -> float:
-            if budget == "max_latency_ms":
-                return self._profile_for(image_size, batch_size).milliseconds(**point)
-            point = chosen.update(**point).operating_point(self.config)
-            return self._flops_at(point, image_size, batch_size=1)["total"] / 1e9  # for one image, whatever the batch
-
-        return first_affordable(grid, budgets, cost)
-
-    def _profile_for(self, image_size: tuple[int, int] | None, batch_size: int) -> LatencyProfile:
-        profile, side = self.latency_profile, self.config.image_size
-        if profile is None:
-            raise ValueError("`max_latency_ms` needs a latency profile of this machine: call `model.profile()` first.")
-        asked = (batch_size, tuple(image_size or (side, side)))
-        if asked != (profile.batch_size, profile.image_size):
-            raise ValueError(
-                f"`max_latency_ms` needs a profile for a batch of {asked[0]} images of size {asked[1]}, but the one at "
-                f"hand is for {profile.batch_size} of size {profile.image_size}: call `model.profile()` with these."
-            )
-        return profile
-
-    def profile(
-        self,
-        batch_size: int = 1,
-        image_size: tuple[int, int] | None = None,
-        depths: Sequence[int] | None = None,
-        repeats: int = 5,
-        progress: bool = True,
-    ) -> LatencyProfile:
-        """
-        Measure how long the trained tokens x widths take on this machine, and keep the result in `latency_profile`.
-
-        By default at the first, the middle and the last depth; others are interpolated. `save` it to load it again.
-        """
-        last = self.config.num_hidden_layers
-        self.latency_profile = measure_latency(
-            self,
-            batch_size,
-            tuple(image_size or (self.config.image_size, self.config.image_size)),
-            depths=(1, (1 + last) // 2, last) if depths is None else depths,
-            repeats=repeats,
-            progress=progress,
-        )
-        return self.latency_profile
-
-    def flops(
-        self, image_size: tuple[int, int] | None = None, batch_size: int = 1, **kwargs: Unpack[AdaptiveKwargs]
-    ) -> dict[str, int]:
-        """
-        FLOPs of a call (2 per multiply-add), by component and in `total`; nothing runs. With `exit_threshold`, those of
-        images that never leave early, probes included.
-        """
-        point = self.operating_point(image_size, batch_size, **kwargs)
-        if point.per_image():
-            raise ValueError(f"`{next(iter(point.per_image()))}` must be one value for `flops`: ask for each image.")
-        return self._flops_at(point, image_size, batch_size)
-
-    def _flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
-        height, width = image_size or (self.config.image_size, self.config.image_size)
-        patches = (height // self.config.patch_size) * (width // self.config.patch_size)
-        components = encoder_flops(self.config, point, self.base_model.output_tokens, patches, batch_size)
-        components |= self.head_flops(point, patches, batch_size)
-        return {**components, "total": sum(components.values())}
-
-    def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
-        """FLOPs of what stands on the base model, by component."""
-        return {}
 
     def settle(
         self, pixel_values: torch.Tensor | None, kwargs: dict, operating_point: OperatingPoint | None = None
@@ -942,9 +800,9 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
             feature_maps=tuple(feature_maps), hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
-    def _flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
+    def flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
         last = max(self.stage_names.index(name) for name in self.out_features)
-        return super()._flops_at(point._replace(depth=last), image_size, batch_size)
+        return super().flops_at(point._replace(depth=last), image_size, batch_size)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         between = [name for name in self.out_features if 0 < self.stage_names.index(name) < point.depth]

@@ -256,6 +256,8 @@ def test_arguments_that_transformers_passes_are_accepted_and_change_nothing(mode
 def test_an_unknown_argument_is_refused_by_name(model_class, tiny_model):
     with pytest.raises(TypeError, match="`token`"):
         tiny_model(model_class)(images(), token=8)
+    with pytest.raises(TypeError, match="`is_causal`"):  # of transformers, but it would change the attention
+        tiny_model(model_class)(images(), is_causal=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- images
