@@ -374,18 +374,20 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             leaving = ~gone
             if depth < point.depth:
                 leaving &= confidence(written[:, 0]) >= thresholds[rows]
-            if not leaving.any():
+            leavers = leaving.nonzero()[:, 0]
+            if len(leavers) == 0:
                 continue
-            final_latents[rows[leaving]] = latents[leaving]
-            output_tokens[rows[leaving]] = written[leaving]
-            exit_depth[rows[leaving]] = depth
+            final_latents.index_copy_(0, rows[leavers], latents.index_select(0, leavers))
+            output_tokens.index_copy_(0, rows[leavers], written.index_select(0, leavers))
+            exit_depth[rows[leavers]] = depth
             gone |= leaving
             left, blocks_to_go = int(gone.sum()), point.depth - depth
             if left == len(rows):
                 break
             # Leaving rows out copies the others, which costs each about 2 % of a block: do so when it saves more.
             if left * blocks_to_go > 0.02 * (len(rows) - left):
-                latents, rows, gone = latents[~gone], rows[~gone], gone[~gone]
+                stayers = (~gone).nonzero()[:, 0]
+                latents, rows, gone = latents.index_select(0, stayers), rows[stayers], gone[stayers]
         return final_latents, output_tokens, exit_depth
 
     def _run_apart(
