@@ -260,7 +260,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.barh(labels, [row.ratio for row in rows], color=["#4c9a6a" if row.met else "#c0504d" for row in rows])
     for index, row in enumerate(rows):
         axes.plot([float(row.target.split()[1])] * 2, [index - 0.4, index + 0.4], color="black")
-        axes.text(row.ratio, index, f" {row.ratio:.3f}", va="center", fontsize=8)
+        axes.text(0.01, index, f"{row.ratio:.3f}", va="center", fontsize=8, color="white")
     axes.invert_yaxis()
     axes.set_xlabel("ratio (black: target)")
     axes.tick_params(axis="y", labelsize=8)
