@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from adaperceiver import (
     AdaPerceiverBackbone,
@@ -80,3 +81,10 @@ def aligned(model):
 def assert_equal(actual, expected):
     """Bit for bit; tensors, or tuples of them."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def counted_flops(model, pixel_values, **point):
+    """What torch's own counter finds in one call. Use eager attention: torch does not count its fused one on CPU."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(pixel_values, **point)
+    return counter.get_total_flops()

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import counted_flops
 from official import CONFIG, official_classifier, official_model, recorded
-from torch.utils.flop_counter import FlopCounterMode
 
 from adaperceiver import (
     AccuracyTable,
@@ -259,13 +259,9 @@ def test_every_group_runs_at_its_own_cost(images):
     model = official_model(AdaPerceiverForImageClassification).adaperceiver
     model.set_attn_implementation("eager")
 
-    def counted(batch, **point) -> int:
-        with FlopCounterMode(display=False) as counter:
-            model(batch, **point)
-        return counter.get_total_flops()
-
-    together = counted(images, tokens=[4] * 4 + [16] * 5, depth=[2] * 4 + [4] * 5)
-    assert together == counted(images[:4], tokens=4, depth=2) + counted(images[4:], tokens=16, depth=4)
+    together = counted_flops(model, images, tokens=[4] * 4 + [16] * 5, depth=[2] * 4 + [4] * 5)
+    apart = counted_flops(model, images[:4], tokens=4, depth=2) + counted_flops(model, images[4:], tokens=16, depth=4)
+    assert together == apart
 
 
 @torch.no_grad()
@@ -319,9 +315,8 @@ def test_the_cost_model_agrees_with_the_flop_counter_at_every_operating_point(mo
     points += [{"tokens": 6}, {"tokens": 24}, {"width": 41}, {"attention": "bidirectional"}]
     for point in points:
         for size, batch in (((32, 32), 1), ((24, 40), 3)):
-            with FlopCounterMode(display=False) as counter:
-                model(torch.randn(batch, 3, *size), **point)
-            counted, predicted = counter.get_total_flops(), model.flops(image_size=size, batch_size=batch, **point)
+            counted = counted_flops(model, torch.randn(batch, 3, *size), **point)
+            predicted = model.flops(image_size=size, batch_size=batch, **point)
             assert abs(predicted["total"] / counted - 1) < 0.01, (point, size, predicted)
 
 
@@ -332,20 +327,18 @@ def test_the_cost_model_knows_the_variants(tiny_config, changes):
         AdaPerceiverConfig.from_dict({**tiny_config.to_dict(), **changes})
     ).eval()
     model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter:
-        model(torch.randn(2, 3, 32, 32), width=16)
-    assert abs(model.flops(width=16, batch_size=2)["total"] / counter.get_total_flops() - 1) < 0.01
+    counted = counted_flops(model, torch.randn(2, 3, 32, 32), width=16)
+    assert abs(model.flops(width=16, batch_size=2)["total"] / counted - 1) < 0.01
 
 
 @torch.no_grad()
 def test_probes_are_counted(images):
     model = official_model(AdaPerceiverForImageClassification)
     model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter:
-        model(images, exit_threshold=1.0)
+    counted = counted_flops(model, images, exit_threshold=1.0)
     predicted = model.flops(exit_threshold=1.0, batch_size=9)
     assert predicted["probes"] > 0
-    assert abs(predicted["total"] / counter.get_total_flops() - 1) < 0.01
+    assert abs(predicted["total"] / counted - 1) < 0.01
 
 
 def test_the_papers_model_costs_what_it_should():
@@ -366,9 +359,8 @@ def test_the_cost_of_a_backbone_counts_its_stages(tiny_config):
         tiny_config.out_features = features
         model = AdaPerceiverBackbone(tiny_config).eval()
         model.set_attn_implementation("eager")
-        with FlopCounterMode(display=False) as counter:
-            model(torch.randn(2, 3, 32, 32), tokens=8)
-        assert abs(model.flops(batch_size=2, tokens=8)["total"] / counter.get_total_flops() - 1) < 0.01
+        counted = counted_flops(model, torch.randn(2, 3, 32, 32), tokens=8)
+        assert abs(model.flops(batch_size=2, tokens=8)["total"] / counted - 1) < 0.01
 
 
 # --- budgets

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import counted_flops
 from official import CONFIG, official_classifier, official_model, recorded
-from torch.utils.flop_counter import FlopCounterMode
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverForSemanticSegmentation
 from adaperceiver.layers_adaperceiver import AdaPerceiverFFN, rotary_embedding
@@ -100,12 +100,6 @@ def test_a_call_does_not_depend_on_earlier_calls(images, model_class):
     ):
         model(images, **point)
         assert torch.equal(model(images).logits, fresh)
-
-
-def counted_flops(model: torch.nn.Module, images: torch.Tensor, **point) -> int:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(images, **point)
-    return counter.get_total_flops()
 
 
 def test_flops_fall_with_tokens_width_and_depth_as_arithmetic_says(images):
