@@ -16,6 +16,7 @@ from transformers.utils.hub import cached_file
 
 
 ADAPTIVE_CONFIG_NAME = "adaptive_config.json"
+AXES = ("tokens", "width", "depth")
 ATTENTION_TYPES = ("block", "bidirectional")
 PER_IMAGE_FIELDS = ("tokens", "width", "depth", "exit_threshold")  # what a call may choose image by image
 
@@ -28,6 +29,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     Args:
         image_size (`int`, defaults to 224):
             Side of the training images. Other sizes run too: the position embedding is resampled to their grid.
+        stem_channels (`list[int]`, *optional*):
+            Channels of a convolutional stem in place of the patch convolution: 3x3 convolutions, the first of stride 1
+            and the others of stride 2, so that `patch_size` is `2 ** (len(stem_channels) - 1)`.
         ffn_ratio (`float`, defaults to 2.57):
             Hidden units of an FFN per unit of width, `int(width * ffn_ratio)`.
         hidden_act (`str`, defaults to `"gelu"`):
@@ -50,6 +54,11 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             larger model have less.
         attention_type (`"block"` or `"bidirectional"`, defaults to `"block"`):
             How latents see each other: their own group and all earlier ones, or all latents.
+        adaptive_axes (`list[str]`, *optional*):
+            Once-for-all training: which of `"tokens"`, `"depth"` and `"width"` the loss of a call in training mode covers,
+            unless the call names an operating point. By default it trains the full model alone.
+        distillation_temperature (`float`, defaults to 1.0):
+            Temperature of the logit distillation loss.
         output_tokens (`"class"`, `"dense"` or `"both"`, defaults to `"class"`):
             The output tokens that `AdaPerceiverModel` writes: one learned token, one per input token, or both. The
             models with a head know what they need; saving them records it here.
@@ -76,6 +85,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     image_size: int = 224
     patch_size: int = 14
     num_channels: int = 3
+    stem_channels: list[int] | tuple[int, ...] | None = None
     hidden_size: int = 832
     num_hidden_layers: int = 21
     num_attention_heads: int = 13
@@ -98,6 +108,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     widths: list[int] | tuple[int, ...] | None = None
     max_width: int | None = None
     attention_type: Literal["block", "bidirectional"] = "block"
+    adaptive_axes: list[str] | tuple[str, ...] | None = None
+    distillation_temperature: float | int = 1.0
     output_tokens: Literal["class", "dense", "both"] = "class"
     feature_size: int = 1280
     head_dropout_prob: float | int = 0.0
@@ -143,6 +155,22 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"`image_size` must be a multiple of `patch_size` ({self.patch_size}), got {self.image_size}."
             )
+        if self.stem_channels is not None:
+            for channels in self.stem_channels:
+                _check_int("stem_channels", channels, low=1)
+            if 2 ** (len(self.stem_channels) - 1) != self.patch_size:
+                raise ValueError(
+                    "`patch_size` must be 2 ** (len(`stem_channels`) - 1), since each layer of the stem but the first "
+                    f"halves the image, got {self.patch_size} and {list(self.stem_channels)}."
+                )
+        unknown = set(self.adaptive_axes or ()) - set(AXES)
+        if unknown:
+            raise ValueError(f"`adaptive_axes` must be among {AXES}, got {self.adaptive_axes}.")
+        if "tokens" in (self.adaptive_axes or ()) and self.attention_type != "block":
+            raise ValueError(
+                '`attention_type` must be "block" for "tokens" in `adaptive_axes`: only there do fewer latents compute the '
+                f"same as the first of more, got {self.attention_type!r}."
+            )
         if self.hidden_size % self.num_attention_heads != 0:
             raise ValueError(
                 f"`num_attention_heads` must divide `hidden_size` ({self.hidden_size}), got {self.num_attention_heads}."
@@ -152,7 +180,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
                 "`hidden_size / num_attention_heads` must be even, since RoPE turns pairs of channels, got "
                 f"{self.hidden_size} / {self.num_attention_heads} = {self.hidden_size // self.num_attention_heads}."
             )
-        for name in ("ffn_ratio", "layer_norm_eps", "rope_theta", "min_depth"):
+        for name in ("ffn_ratio", "layer_norm_eps", "rope_theta", "min_depth", "distillation_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be positive, got {getattr(self, name)}.")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob"):
@@ -427,6 +455,7 @@ def _check_names(owner: str, given: dict[str, Any], allowed: list[str]) -> None:
 
 __all__ = [
     "ADAPTIVE_CONFIG_NAME",
+    "AXES",
     "AdaPerceiverConfig",
     "AdaptiveConfig",
     "OperatingPoint",

@@ -20,6 +20,7 @@ from .modeling_adaperceiver import (
     AdaPerceiverModel,
     AdaPerceiverPreTrainedModel,
 )
+from .training_adaperceiver import OnceForAll
 
 
 __version__ = "0.1.0"
@@ -43,5 +44,6 @@ __all__ = [
     "AdaPerceiverPreTrainedModel",
     "AdaptiveConfig",
     "LatencyProfile",
+    "OnceForAll",
     "OperatingPoint",
 ]

@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .configuration_adaperceiver import (
+    AXES,
     AdaPerceiverConfig,
     AdaptiveConfig,
     OperatingPoint,
@@ -28,7 +29,6 @@ from .configuration_adaperceiver import (
 
 
 ACCURACY_TABLE_NAME = "accuracy_table.json"
-AXES = ("tokens", "width", "depth")
 BUDGETS = ("max_gflops", "max_latency_ms")
 
 
@@ -44,7 +44,7 @@ def encoder_flops(
     full_units = config.ffn_hidden_size(d)
     projections = 2 * d * d  # of one token by one of q, k, v, o
 
-    embeddings = 2 * images * patches * config.num_channels * config.patch_size**2 * d
+    embeddings = images * patches * patch_embedding_flops(config)
     if config.use_embed_ffn:
         embeddings += ffn_flops(config, images * patches, full_units, d)
 
@@ -67,6 +67,18 @@ def encoder_flops(
     if output_tokens in ("dense", "both"):
         components["dense_readout"] = images * dense_readout_flops(config, tokens, patches)
     return components
+
+
+def patch_embedding_flops(config: AdaPerceiverConfig) -> int:
+    """Pixels to one patch: one convolution, or the stem, whose layers see four times as many positions as the next."""
+    if config.stem_channels is None:
+        return 2 * config.num_channels * config.patch_size**2 * config.hidden_size
+    channels = [config.num_channels, *config.stem_channels]
+    flops = 2 * channels[-1] * config.hidden_size
+    for index, (narrow, wide) in enumerate(zip(channels, channels[1:])):
+        positions = (config.patch_size // 2**index) ** 2
+        flops += 2 * positions * 9 * narrow * wide
+    return flops
 
 
 def dense_readout_flops(config: AdaPerceiverConfig, tokens: int, patches: int) -> int:

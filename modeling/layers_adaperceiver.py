@@ -5,7 +5,8 @@ An operating point comes in as arguments: `groups` cut the latents as the block 
 FFNs, and depth is simply how many blocks are called. Nothing is kept between calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .configuration_adaperceiver import AdaPerceiverConfig
+from .training_adaperceiver import sum_in_turn
 
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (latents, head_size / 2), float32
@@ -85,17 +87,17 @@ class AdaPerceiverFFN(nn.Module):
         width = self.max_width if width is None else width
         first_layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
 
-        if isinstance(width, int) and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
-            units = self.config.ffn_hidden_size(width)
-            hidden = self.activate(
-                *(
-                    aligned_linear(states, layer.weight[:units], None if layer.bias is None else layer.bias[:units])
-                    for layer in first_layers
-                )
-            )
-            return nn.functional.linear(hidden, self.fc2.weight[:, :units], self.fc2.bias)
+        # Images of one batch that differ in width run in slices if they come sorted; the sizes of the slices would make
+        # a compiler start over.
+        runs = [(width, states.shape[0])] if isinstance(width, int) else [(w, len(list(g))) for w, g in groupby(width)]
+        sliced = len(runs) == 1 or (len(runs) == len(set(width)) and not torch.compiler.is_compiling())
+        if sliced and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
+            if len(runs) == 1:
+                return self.slice(states, first_layers, runs[0][0])
+            parts = states.split([count for _, count in runs])
+            return torch.cat([self.slice(part, first_layers, width) for part, (width, _) in zip(parts, runs)])
 
-        # Images of one batch that differ in width, or layers that must be called as they are: mask.
+        # Layers that must be called as they are: mask.
         hidden = self.activate(*(layer(states) for layer in first_layers))
         if width != self.max_width:
             widths = (width,) if isinstance(width, int) else width
@@ -103,8 +105,36 @@ class AdaPerceiverFFN(nn.Module):
             hidden = hidden * (torch.arange(hidden.shape[-1], device=states.device) < units[:, None, None])
         return self.fc2(hidden)
 
+    def slice(self, states: torch.Tensor, first_layers: Sequence[nn.Linear], width: int) -> torch.Tensor:
+        """The FFN of one width, by its first hidden units alone."""
+        units = self.config.ffn_hidden_size(width)
+        hidden = self.activate(
+            *(
+                aligned_linear(states, layer.weight[:units], None if layer.bias is None else layer.bias[:units])
+                for layer in first_layers
+            )
+        )
+        return nn.functional.linear(hidden, self.fc2.weight[:, :units], self.fc2.bias)
+
     def activate(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return self.activation(hidden) if gate is None else self.activation(gate) * hidden
+
+
+def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
+    """(batch, channels, height, width) -> (batch, hidden_size, height / patch_size, width / patch_size)"""
+    if config.stem_channels is None:
+        return nn.Conv2d(
+            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
+        )
+    layers, channels = [], config.num_channels
+    for index, wider in enumerate(config.stem_channels):
+        layers += [
+            nn.Conv2d(channels, wider, kernel_size=3, stride=min(index + 1, 2), padding=1, bias=False),
+            nn.GroupNorm(1, wider, eps=config.layer_norm_eps),
+            ACT2FN[config.hidden_act],
+        ]
+        channels = wider
+    return nn.Sequential(*layers, nn.Conv2d(channels, config.hidden_size, kernel_size=1))
 
 
 class AdaPerceiverEmbeddings(nn.Module):
@@ -113,9 +143,7 @@ class AdaPerceiverEmbeddings(nn.Module):
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
         self.config = config
-        self.patch_embeddings = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
-        )
+        self.patch_embeddings = patch_embeddings(config)
         self.position_embeddings = nn.Parameter(torch.empty(1, config.grid_size**2, config.hidden_size))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_embed_ffn else None
         self.ffn = AdaPerceiverFFN(config) if config.use_embed_ffn else None
@@ -135,7 +163,7 @@ class AdaPerceiverEmbeddings(nn.Module):
     def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None = None) -> torch.Tensor:
         """pixel_values: (batch, channels, height, width) -> (batch, patches, hidden_size), in row-major order."""
         self.check(pixel_values, interpolate_pos_encoding)
-        patches = self.patch_embeddings(pixel_values.to(self.patch_embeddings.weight.dtype))
+        patches = self.patch_embeddings(pixel_values.to(self.position_embeddings.dtype))
         height, width = patches.shape[-2:]
         input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(height, width)
         if self.ffn is not None:
@@ -315,14 +343,20 @@ class AdaPerceiverCrossAttention(AdaPerceiverAttention):
         sink: (batch or 1, sinks or 1, hidden_size); source: (batch, sources, hidden_size). A sink that is the same for
         all images, or for all positions of `sink_rope`, is projected once.
         """
+        query = self.query(sink, sink_rope)
+        key, value = self.key_value(source, source_rope)
+        return sink + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
+
+    def query(self, sink: torch.Tensor, rope: Rope | None = None) -> torch.Tensor:
+        """-> (batch or 1, heads, sinks, head_size)"""
         query = self.heads(self.q_proj(self.sink_norm(sink)))
+        return query if rope is None else rotate(query, rope)
+
+    def key_value(self, source: torch.Tensor, rope: Rope | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> twice (batch, heads, sources, head_size)"""
         source = self.source_norm(source)
         key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
-        if sink_rope is not None:
-            query = rotate(query, sink_rope)
-        if source_rope is not None:
-            key = rotate(key, source_rope)
-        return sink + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
+        return key if rope is None else rotate(key, rope), value
 
 
 class AdaPerceiverRead(nn.Module):
@@ -453,18 +487,31 @@ class AdaPerceiverClassReadout(nn.Module):
         from each `latents[:, :prefix]`, for ascending `prefixes`. `folded` is that of this `rope`, if it is at hand.
         """
         prefixes = [latents.shape[1]] if prefixes is None else prefixes
+        return self.write_each([(latents, prefixes)], rope, folded)
+
+    def write_each(
+        self,
+        readouts: Sequence[tuple[torch.Tensor, Sequence[int]]],
+        rope: Rope,
+        folded: Folded | None = None,
+    ) -> torch.Tensor:
+        """Several `(latents, prefixes)` at once, which share the projections: (batch, all prefixes, hidden_size)"""
         folded = self.fold(rope) if folded is None else folded
         if folded is None:
             written = [
                 self.write(self.output_token, latents[:, :stop], source_rope=(rope[0][:stop], rope[1][:stop]))
+                for latents, prefixes in readouts
                 for stop in prefixes
             ]
             return torch.cat(written, dim=1)
 
-        write, last = self.write, prefixes[-1]
-        source = write.source_norm(latents[:, :last])
-        scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]).contiguous() + folded.bias[:, :last]
-        pooled = prefix_pool(scores, source, prefixes)  # (batch, prefixes, heads, hidden_size)
+        write, pooled = self.write, []
+        for latents, prefixes in readouts:
+            last = prefixes[-1]
+            source = write.source_norm(latents[:, :last])
+            scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]).contiguous() + folded.bias[:, :last]
+            pooled.append(prefix_pool(scores, source, prefixes))  # (batch, prefixes, heads, hidden_size)
+        pooled = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         value_weight = write.v_proj.weight.unflatten(0, (-1, write.config.head_size))
         value = torch.einsum("bphd,hkd->bphk", pooled, value_weight).flatten(2)
         if write.v_proj.bias is not None:
@@ -507,3 +554,34 @@ class AdaPerceiverDenseReadout(nn.Module):
     def forward(self, latents: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)"""
         return self.write(self.projection(input_tokens), latents, source_rope=rope)
+
+    def loss_in_turn(
+        self,
+        loss_of: Callable[[torch.Tensor], torch.Tensor],
+        latents: Sequence[torch.Tensor],
+        weights: dict[int, dict[int, float]],
+        input_tokens: torch.Tensor,
+        rope: Rope,
+        parameters: Iterable[nn.Parameter],
+    ) -> torch.Tensor:
+        """
+        The sum of `weight * loss_of(output tokens)` over the readouts `{depth: {tokens: weight}}`, in the memory of one.
+
+        `latents[depth - 1]` are those after block `depth`; `parameters` are those of `loss_of`. Readouts share queries,
+        and those of one depth keys and values.
+        """
+        write = self.write
+        sink = self.projection(input_tokens)
+        query, terms = write.query(sink), []
+
+        def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
+            def weighted_loss(sink, query, key, value):
+                return weight * loss_of(sink + write.attend(query, key[:, :, :tokens], value[:, :, :tokens])[0])
+
+            return weighted_loss
+
+        for depth, weight_of in weights.items():
+            last = max(weight_of)
+            key, value = write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
+            terms += [(term(tokens, weight), (sink, query, key, value)) for tokens, weight in weight_of.items()]
+        return sum_in_turn(terms, [*write.o_proj.parameters(), *parameters])

@@ -8,6 +8,7 @@ this file runs them at an operating point and puts heads on top.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ from .loss_adaperceiver import (
     logit_distillation_loss,
     segmentation_loss,
 )
+from .training_adaperceiver import OnceForAll
 
 
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -222,6 +224,21 @@ class AdaPerceiverPreTrainedModel(CostMixin, PreTrainedModel):
             adaptive |= {"batch_size": batch_size, "image_size": tuple(image_size)}
         return self.operating_point(**adaptive), others
 
+    def once_for_all_step(
+        self, step: OnceForAll | None, pixel_values: torch.Tensor, kwargs: dict, *targets: torch.Tensor | None
+    ) -> OnceForAll | None:
+        """What a call trains if it is a once-for-all one: the `step` it was given, or a drawn one; None if it is not."""
+        named = [name for name in ADAPTIVE_KWARGS if kwargs.get(name) is not None]
+        if step is None:
+            axes = self.config.adaptive_axes
+            if not axes or not self.training or named or all(target is None for target in targets):
+                return None
+            step = OnceForAll.draw(self.config, axes, pixel_values.shape[0])
+        elif named:
+            raise TypeError(f"`once_for_all` says where the model runs, got {', '.join(named)} beside it.")
+        step.check(self.config, pixel_values.shape[0])
+        return step
+
     @torch.no_grad()
     def extract(
         self, tokens: int | None = None, width: int | None = None, depth: int | None = None
@@ -349,6 +366,23 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             latents = layer(latents, rope, groups, point.width, **kwargs)
         return latents
 
+    def encode_once_for_all(
+        self, pixel_values: torch.Tensor, step: OnceForAll, kwargs: dict
+    ) -> tuple[torch.Tensor, list[torch.Tensor], tuple]:
+        """One pass of the full model that keeps what it passes: input tokens, the latents after every block, and RoPE."""
+        config = self.config
+        point = OperatingPoint(config.max_latent_tokens, step.width, config.num_hidden_layers, config.attention_type)
+        _, kwargs = self.settle(pixel_values, kwargs)
+        refused = [name for name in ("output_hidden_states", "output_attentions") if self._asks_for(name, kwargs)]
+        if refused:
+            raise ValueError(f"`{refused[0]}` has no place in a once-for-all step, which trains many configurations.")
+        input_tokens = self.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
+        rope = rotary_embedding(config, point.tokens, pixel_values.device)
+        groups, latents = config.token_groups(point.tokens, point.attention), [self.read(input_tokens, rope)]
+        for layer in self.layers:
+            latents.append(layer(latents[-1], rope, groups, point.width, **kwargs))
+        return input_tokens, latents[1:], rope
+
     def _encode_until_confident(
         self, input_tokens: torch.Tensor, rope: tuple, point: OperatingPoint, confidence: Callable, kwargs: dict
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -433,25 +467,71 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         self,
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        teacher_logits: torch.Tensor | None = None,
+        once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
     ) -> AdaPerceiverClassifierOutput:
         r"""
+        The loss is the sum of the terms whose target is given. With `config.adaptive_axes`, in training, it covers all
+        configurations, and the logits are those of the full model.
+
         labels (`torch.Tensor` of shape `(batch,)`, or `(batch, num_labels)` with several labels an image, *optional*):
             Targets of the loss, which is chosen by `config.problem_type` as everywhere in transformers.
+        teacher_logits (`torch.Tensor` of shape `(batch, num_labels)`, *optional*):
+            Targets of the logit distillation loss.
+        once_for_all (`OnceForAll`, *optional*):
+            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
+        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels, teacher_logits)
+        if step is not None:
+            step, order, pixel_values, labels, teacher_logits = step.sorted_by_width(
+                pixel_values, labels, teacher_logits
+            )
+            _, latents, rope = self.adaperceiver.encode_once_for_all(pixel_values, step, kwargs)
+            loss, logits = self.joint_logit_loss(latents, rope, step, labels, teacher_logits, kwargs)
+            return AdaPerceiverClassifierOutput(loss=loss, logits=in_order(logits, order))
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, confidence=self.confidence, **kwargs)
         logits = self.classifier(outputs.pooler_output)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
         return AdaPerceiverClassifierOutput(
-            loss=loss,
+            loss=self.logit_loss(logits, labels, teacher_logits, kwargs),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             exit_depth=outputs.exit_depth,
         )
+
+    def logit_loss(
+        self, logits: torch.Tensor, labels: torch.Tensor | None, teacher_logits: torch.Tensor | None, kwargs: dict
+    ) -> torch.Tensor | None:
+        losses = []
+        if labels is not None:
+            losses.append(self.loss_function(labels, logits, self.config, **kwargs))
+        if teacher_logits is not None:
+            check_shape("teacher_logits", teacher_logits, logits.shape)
+            temperature = self.config.distillation_temperature
+            losses.append(logit_distillation_loss(logits, teacher_logits, temperature))
+        return sum(losses) if losses else None
+
+    def joint_logit_loss(
+        self,
+        latents: Sequence[torch.Tensor],
+        rope: tuple,
+        step: OnceForAll,
+        labels: torch.Tensor | None,
+        teacher_logits: torch.Tensor | None,
+        kwargs: dict,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logit_loss` over all readouts of a once-for-all step, and the logits of the last one, the full model's."""
+        weights = step.weights(self.config.num_hidden_layers)
+        readouts = [(latents[depth - 1], list(weight_of)) for depth, weight_of in weights.items()]
+        logits = self.classifier(self.adaperceiver.class_readout.write_each(readouts, rope)).unbind(dim=1)
+        weights = [weight for weight_of in weights.values() for weight in weight_of.values()]
+        loss = sum(
+            weight * self.logit_loss(logits_at, labels, teacher_logits, kwargs)
+            for weight, logits_at in zip(weights, logits)
+        )
+        return loss, logits[-1]
 
     def confidence(self, class_tokens: torch.Tensor) -> torch.Tensor:
         """The largest class probability. (batch, hidden_size) -> (batch,)"""
@@ -575,10 +655,12 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
         labels: torch.Tensor | None = None,
         teacher_logits: torch.Tensor | None = None,
         teacher_features: torch.Tensor | None = None,
+        once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
     ) -> AdaPerceiverDistillationOutput:
         r"""
-        The loss is the sum of the terms whose target is given.
+        The loss is the sum of the terms whose target is given, over all configurations in once-for-all training, where
+        `features` are left out.
 
         labels (`torch.Tensor` of shape `(batch,)`, *optional*):
             Targets of the classification loss.
@@ -586,20 +668,22 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             Targets of the logit distillation loss.
         teacher_features (`torch.Tensor` of shape `(batch, patches, feature_size)`, *optional*):
             Targets of the feature distillation loss: the teacher's patch features, without its prefix tokens.
+        once_for_all (`OnceForAll`, *optional*):
+            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
+        targets = (labels, teacher_logits, teacher_features)
+        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, *targets)
+        if step is not None:
+            return self._forward_once_for_all(pixel_values, step, kwargs, *targets)
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, confidence=self.confidence, **kwargs)
         logits = self.classifier(outputs.pooler_output)
         features = self.feature_adapter(outputs.output_tokens)
-        losses = []
-        if labels is not None:
-            losses.append(self.loss_function(labels, logits, self.config, **kwargs))
-        if teacher_logits is not None:
-            check_shape("teacher_logits", teacher_logits, logits.shape)
-            losses.append(logit_distillation_loss(logits, teacher_logits))
+        losses = [self.logit_loss(logits, labels, teacher_logits, kwargs)]
         if teacher_features is not None:
             check_shape("teacher_features", teacher_features, features.shape)
             losses.append(feature_distillation_loss(features, teacher_features))
+        losses = [loss for loss in losses if loss is not None]
         return AdaPerceiverDistillationOutput(
             loss=sum(losses) if losses else None,
             logits=logits,
@@ -609,9 +693,43 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             exit_depth=outputs.exit_depth,
         )
 
+    def _forward_once_for_all(
+        self, pixel_values: torch.Tensor, step: OnceForAll, kwargs: dict, *targets: torch.Tensor | None
+    ) -> AdaPerceiverDistillationOutput:
+        step, order, pixel_values, labels, teacher_logits, teacher_features = step.sorted_by_width(
+            pixel_values, *targets
+        )
+        input_tokens, latents, rope = self.adaperceiver.encode_once_for_all(pixel_values, step, kwargs)
+        losses, logits = [], None
+        if labels is not None or teacher_logits is not None:
+            loss, logits = self.joint_logit_loss(latents, rope, step, labels, teacher_logits, kwargs)
+            losses, logits = [loss], in_order(logits, order)
+        if teacher_features is not None:
+            check_shape("teacher_features", teacher_features, (*input_tokens.shape[:2], self.config.feature_size))
+
+            def loss_of(output_tokens: torch.Tensor) -> torch.Tensor:
+                return feature_distillation_loss(self.feature_adapter(output_tokens), teacher_features)
+
+            losses.append(
+                self.adaperceiver.dense_readout.loss_in_turn(
+                    loss_of,
+                    latents,
+                    step.weights(self.config.num_hidden_layers, normalized=False),
+                    input_tokens,
+                    rope,
+                    self.feature_adapter.parameters(),
+                )
+            )
+        return AdaPerceiverDistillationOutput(loss=sum(losses), logits=logits)
+
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         features = feature_flops(self.config, images * patches)
         return {**super().head_flops(point, patches, images), "feature_adapter": features}
+
+
+def in_order(rows: torch.Tensor, order: Sequence[int] | slice) -> torch.Tensor:
+    """Rows that came in `order`, back in their own."""
+    return rows if isinstance(order, slice) else rows[torch.tensor(order, device=rows.device).argsort()]
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
@@ -627,7 +745,35 @@ def to_map(tokens: torch.Tensor, pixel_values: torch.Tensor, patch_size: int) ->
 
 def resize(maps: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     """Bilinear, corners not aligned. (batch, channels, height, width) -> (batch, channels, *size)"""
+    if maps.shape[-2:] == tuple(size):
+        return maps
     return nn.functional.interpolate(maps, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def joint_dense_loss(
+    model: AdaPerceiverPreTrainedModel,
+    pixel_values: torch.Tensor,
+    labels: torch.Tensor,
+    step: OnceForAll,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    kwargs: dict,
+) -> torch.Tensor:
+    """The loss of a dense head, `loss_of(coarse maps, labels)`, over all readouts of a once-for-all step."""
+    step, _, pixel_values, labels = step.sorted_by_width(pixel_values, labels)
+    input_tokens, latents, rope = model.adaperceiver.encode_once_for_all(pixel_values, step, kwargs)
+
+    def loss_of_tokens(output_tokens: torch.Tensor) -> torch.Tensor:
+        features = model.feature_adapter(output_tokens)
+        return loss_of(model.head(to_map(features, pixel_values, model.config.patch_size)), labels)
+
+    return model.adaperceiver.dense_readout.loss_in_turn(
+        loss_of_tokens,
+        latents,
+        step.weights(model.config.num_hidden_layers),
+        input_tokens,
+        rope,
+        [*model.feature_adapter.parameters(), *model.head.parameters()],
+    )
 
 
 class AdaPerceiverSegmentationHead(nn.Module):
@@ -661,16 +807,25 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
         self,
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
     ) -> SemanticSegmenterOutput:
         r"""
-        Logits come at the size of the images, `(batch, num_labels, height, width)`.
+        Logits come at the size of the images, `(batch, num_labels, height, width)`. Once-for-all training, by
+        `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
             Class of each pixel; `config.semantic_loss_ignore_index` (255) marks pixels that do not count.
+        once_for_all (`OnceForAll`, *optional*):
+            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
+        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
+        if step is not None:
+            return SemanticSegmenterOutput(
+                loss=joint_dense_loss(self, pixel_values, labels, step, self.coarse_loss, kwargs)
+            )
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         features = self.feature_adapter(outputs.output_tokens)
@@ -678,12 +833,15 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
         logits = resize(coarse, pixel_values.shape[-2:])
         loss = None
         if labels is not None:
-            check_shape("labels", labels, (pixel_values.shape[0], *labels.shape[-2:]))
-            at_labels = logits if labels.shape[-2:] == logits.shape[-2:] else resize(coarse, labels.shape[-2:])
-            loss = segmentation_loss(at_labels, labels, self.config.semantic_loss_ignore_index)
+            loss = self.coarse_loss(logits if labels.shape[-2:] == logits.shape[-2:] else coarse, labels)
         return SemanticSegmenterOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def coarse_loss(self, coarse: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """coarse: (batch, num_labels, height, width); labels: (batch, height, width); both at any size"""
+        check_shape("labels", labels, (coarse.shape[0], *labels.shape[-2:]))
+        return segmentation_loss(resize(coarse, labels.shape[-2:]), labels, self.config.semantic_loss_ignore_index)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         classifier = 2 * images * patches * self.config.feature_size * self.config.num_labels
@@ -726,16 +884,24 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         loss_warm_up: bool = False,
+        once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
     ) -> DepthEstimatorOutput:
         r"""
-        `predicted_depth` comes at the size of the images, `(batch, height, width)`, in metres.
+        `predicted_depth` comes at the size of the images, `(batch, height, width)`, in metres. Once-for-all training, by
+        `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
             Depth of each pixel; values outside `(0, config.max_depth]` and NaN do not count.
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
+        once_for_all (`OnceForAll`, *optional*):
+            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
+        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
+        if step is not None:
+            loss_of = partial(self.coarse_loss, warm_up=loss_warm_up)
+            return DepthEstimatorOutput(loss=joint_dense_loss(self, pixel_values, labels, step, loss_of, kwargs))
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         features = self.feature_adapter(outputs.output_tokens)
@@ -743,16 +909,19 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
         predicted_depth = resize(coarse, pixel_values.shape[-2:])[:, 0]
         loss = None
         if labels is not None:
-            check_shape("labels", labels, (pixel_values.shape[0], *labels.shape[-2:]))
             same_size = labels.shape[-2:] == predicted_depth.shape[-2:]
-            at_labels = predicted_depth if same_size else resize(coarse, labels.shape[-2:])[:, 0]
-            loss = depth_loss(at_labels, labels, self.config.max_depth, warm_up=loss_warm_up)
+            loss = self.coarse_loss(predicted_depth[:, None] if same_size else coarse, labels, loss_warm_up)
         return DepthEstimatorOutput(
             loss=loss,
             predicted_depth=predicted_depth,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def coarse_loss(self, coarse: torch.Tensor, labels: torch.Tensor, warm_up: bool = False) -> torch.Tensor:
+        """coarse: (batch, 1, height, width); labels: (batch, height, width); both at any size"""
+        check_shape("labels", labels, (coarse.shape[0], *labels.shape[-2:]))
+        return depth_loss(resize(coarse, labels.shape[-2:])[:, 0], labels, self.config.max_depth, warm_up=warm_up)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         positions, bins = 16 * images * patches, self.config.num_depth_bins

@@ -1,0 +1,132 @@
+"""
+Once-for-all training: one encoder pass trains every number of tokens, every width and every depth.
+
+`OnceForAll` says what one step trains; `sum_in_turn` adds up the losses of many readouts and keeps the activations of one
+at a time. The models put the two together when `config.adaptive_axes` asks for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
+from .configuration_adaperceiver import AdaPerceiverConfig
+
+
+class OnceForAll(NamedTuple):
+    """
+    What one training step reads out: latents `:t` after the last block for every t of `tokens`, and latents
+    `:depth_tokens[l - 1]` after every block l (none if it is empty). `width` is one for all images, or one for each.
+    """
+
+    tokens: tuple[int, ...]
+    depth_tokens: tuple[int, ...]
+    width: int | tuple[int, ...]
+
+    @classmethod
+    def draw(
+        cls,
+        config: AdaPerceiverConfig,
+        axes: Sequence[str],
+        batch_size: int,
+        generator: torch.Generator | None = None,
+    ) -> "OnceForAll":
+        """At random, as in the paper: a width for each image, a token count for each depth."""
+
+        def pick(choices: Sequence[int], count: int) -> tuple[int, ...]:
+            return tuple(choices[i] for i in torch.randint(len(choices), (count,), generator=generator).tolist())
+
+        tokens = tuple(config.token_granularities) if "tokens" in axes else (config.max_latent_tokens,)
+        depth_tokens = pick(tokens, config.num_hidden_layers) if "depth" in axes else ()
+        width = pick(config.widths, batch_size) if "width" in axes else config.max_width
+        return cls(tokens, depth_tokens, width)
+
+    def weights(self, layers: int, normalized: bool = True) -> dict[int, dict[int, float]]:
+        """
+        How much each readout counts in the joint loss, `{depth: {tokens: weight}}`, both ascending.
+
+        Token readouts count alike, that of depth l of L counts l / L; `normalized` divides either sum by its weights.
+        """
+        weights = {depth: {tokens: 0.0} for depth, tokens in enumerate(self.depth_tokens, start=1)}
+        for depth, tokens in enumerate(self.depth_tokens, start=1):
+            weights[depth][tokens] += depth / layers / ((layers + 1) / 2 if normalized else 1)
+        last = weights.setdefault(layers, {})
+        for tokens in self.tokens:
+            last[tokens] = last.get(tokens, 0.0) + 1 / (len(self.tokens) if normalized else 1)
+        weights[layers] = dict(sorted(last.items()))
+        return weights
+
+    def sorted_by_width(self, *tensors: torch.Tensor | None) -> tuple:
+        """
+        The same step with the images in the order of their widths, which the FFNs can slice: the step, that order, and the
+        tensors in it.
+        """
+        if isinstance(self.width, int):
+            return self, slice(None), *tensors
+        order = sorted(range(len(self.width)), key=self.width.__getitem__)
+        step = self._replace(width=tuple(self.width[index] for index in order))
+        return step, order, *(None if tensor is None else tensor[order] for tensor in tensors)
+
+    def check(self, config: AdaPerceiverConfig, batch_size: int) -> None:
+        layers, known = config.num_hidden_layers, config.token_granularities
+        for name, values in (("tokens", self.tokens), ("depth_tokens", self.depth_tokens)):
+            # Only at the borders of the block mask do fewer latents see what they would see alone.
+            if any(tokens not in known and tokens != config.max_latent_tokens for tokens in values):
+                raise ValueError(f"`{name}` must be among the granularities {known}, got {values}.")
+        if len(self.depth_tokens) not in (0, layers):
+            raise ValueError(
+                f"`depth_tokens` must hold one count for each of {layers} blocks, got {self.depth_tokens}."
+            )
+        if isinstance(self.width, tuple) and len(self.width) != batch_size:
+            raise ValueError(f"`width` must be one, or one for each of {batch_size} images, got {len(self.width)}.")
+
+
+def sum_in_turn(
+    terms: Sequence[tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]],
+    parameters: Sequence[torch.nn.Parameter],
+) -> torch.Tensor:
+    """
+    The sum of `function(*tensors)` over `terms`, in the memory of one: the gradients of a term are taken as soon as its
+    value is known, and what it computed is freed before the next one starts. No work is done twice.
+
+    `parameters` are those that the functions use beside their arguments.
+    """
+    if not torch.is_grad_enabled():
+        return sum(function(*tensors) for function, tensors in terms)
+    sharded = [p for p in parameters if is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id")]
+    if sharded:  # FSDP and ZeRO gather such parameters in the module's own call: run it again in the backward pass
+        return sum(checkpoint(function, *tensors, use_reentrant=False) for function, tensors in terms)
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    tensors = {id(tensor): tensor for _, arguments in terms for tensor in arguments}  # each once, in order
+    slots = [(function, [list(tensors).index(id(tensor)) for tensor in arguments]) for function, arguments in terms]
+    return _SumInTurn.apply(slots, parameters, *tensors.values(), *parameters)
+
+
+class _SumInTurn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, slots, parameters, *tensors):
+        inputs = tensors[: len(tensors) - len(parameters)]
+        gradients: list[torch.Tensor | None] = [None] * len(tensors)
+        total = 0.0
+        for function, indices in slots:
+            leaves = [inputs[index].detach().requires_grad_(ctx.needs_input_grad[2 + index]) for index in indices]
+            with torch.enable_grad():
+                value = function(*leaves)
+            total = total + value.detach()
+            wanted = [(index, leaf) for index, leaf in zip(indices, leaves) if leaf.requires_grad]
+            wanted += enumerate(parameters, start=len(inputs))
+            if not value.requires_grad:
+                continue
+            found = torch.autograd.grad(value, [tensor for _, tensor in wanted], allow_unused=True)
+            for (index, _), gradient in zip(wanted, found):
+                if gradient is not None:
+                    gradients[index] = gradient if gradients[index] is None else gradients[index] + gradient
+            del value, leaves, found
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        return None, None, *(None if gradient is None else gradient * scale for gradient in ctx.saved_tensors)

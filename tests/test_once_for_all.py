@@ -1,0 +1,216 @@
+"""Once-for-all training: one pass gives the losses and gradients of a loop over all configurations."""
+
+import pytest
+import torch
+from conftest import images
+from official import official_model, our_name, recorded
+
+from adaperceiver import (
+    AdaPerceiverForDepthEstimation,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+    AdaPerceiverForSemanticSegmentation,
+    OnceForAll,
+)
+from adaperceiver.training_adaperceiver import sum_in_turn
+
+
+STEP = OnceForAll(tokens=(2, 4, 16), depth_tokens=(4, 12), width=(32, 16, 24, 16))
+TARGETS = {
+    AdaPerceiverForImageClassification: [{"labels"}, {"teacher_logits"}, {"labels", "teacher_logits"}],
+    AdaPerceiverForDistillation: [{"teacher_features"}, {"labels", "teacher_logits", "teacher_features"}],
+    AdaPerceiverForSemanticSegmentation: [{"labels"}],
+    AdaPerceiverForDepthEstimation: [{"labels"}],
+}
+CASES = [(model_class, names) for model_class, choices in TARGETS.items() for names in choices]
+
+
+def targets_of(model, names):
+    torch.manual_seed(1)
+    maps = {AdaPerceiverForSemanticSegmentation: torch.randint(0, 10, (4, 32, 32))}
+    maps[AdaPerceiverForDepthEstimation] = torch.rand(4, 32, 32) * 9 + 0.5
+    targets = {
+        "labels": maps.get(type(model), torch.randint(0, 10, (4,))),
+        "teacher_logits": torch.randn(4, 10),
+        "teacher_features": torch.randn(4, 16, 24),
+    }
+    return {name: targets[name] for name in names}
+
+
+def naive_loss(model, pixel_values, targets, step):
+    """The definition: every configuration on its own, image by image since widths differ."""
+
+    def loss_at(depth, tokens, **given):
+        return model(pixel_values, tokens=tokens, depth=depth, width=step.width, **given).loss
+
+    layers, total = model.config.num_hidden_layers, 0.0
+    for names, normalized in (({"labels", "teacher_logits"}, True), ({"teacher_features"}, False)):
+        given = {name: targets[name] for name in targets.keys() & names}
+        if given:
+            token_losses = [loss_at(layers, tokens, **given) for tokens in step.tokens]
+            depth_losses = [
+                depth / layers * loss_at(depth, tokens, **given)
+                for depth, tokens in enumerate(step.depth_tokens, start=1)
+            ]
+            weights = sum(depth / layers for depth in range(1, len(depth_losses) + 1))
+            total = total + sum(token_losses) / (len(token_losses) if normalized else 1)
+            if depth_losses:
+                total = total + sum(depth_losses) / (weights if normalized else 1)
+    return total
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("model_class", "names"), CASES)
+@pytest.mark.parametrize("step", [STEP, STEP._replace(depth_tokens=()), STEP._replace(width=24)], ids=range(3))
+def test_one_pass_gives_the_loss_and_gradients_of_the_loop_over_configurations(model_class, names, step, tiny_model):
+    model, pixel_values = tiny_model(model_class).train(), images(4)
+    targets = targets_of(model, names)
+    expected = naive_loss(model, pixel_values, targets, step)
+    actual = model(pixel_values, once_for_all=step, **targets).loss
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    expected, actual = gradients(model, 3 * expected), gradients(model, 3 * actual)  # scaled, as by accumulation
+    for name, gradient in expected.items():
+        scale = 1 if gradient is None else gradient.abs().max().clamp(min=1)
+        wanted = None if gradient is None or not gradient.any() else gradient / scale
+        if wanted is None:
+            assert actual[name] is None or not actual[name].any(), name
+        else:
+            torch.testing.assert_close(
+                actual[name] / scale, wanted, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_the_joint_loss_and_its_gradients_are_the_official_ones():
+    model, labels = official_model(AdaPerceiverForImageClassification).train(), recorded()["joint/labels"].long()
+    depth_tokens = tuple(recorded()["joint/depth_readout_tokens"].tolist())
+    step = OnceForAll(tokens=(4, 8, 16), depth_tokens=depth_tokens, width=(64, 32))
+    order = [1, 0]  # the recorded widths are (32, 64): images in the other order must not matter
+    outputs = model(recorded()["input/x"][order], labels=labels[order], once_for_all=step)
+    torch.testing.assert_close(outputs.loss, recorded()["joint/loss"].reshape(()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs.logits[order][:, None], recorded()["joint/token_logits/t16"], rtol=0, atol=1e-5)
+    outputs.loss.backward()
+    keys = [key for key in recorded() if key.startswith("joint/grad")]
+    assert len(keys) > 50
+    for key in keys:
+        gradient = model.get_parameter(our_name(key.split("/")[-1])).grad
+        actual = gradient.norm() if key.startswith("joint/grad_norm/") else gradient
+        torch.testing.assert_close(actual, recorded()[key].reshape(actual.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_gradient_checkpointing_and_attention_dropout_keep_the_joint_loss(implementation, tiny_model):
+    model, labels = tiny_model(AdaPerceiverForImageClassification).train(), torch.tensor([1, 2, 3, 4])
+    pixel_values = images(4)
+    model.set_attn_implementation(implementation)
+    expected = model(pixel_values, labels=labels, once_for_all=STEP).loss
+    expected_gradients = gradients(model, expected)
+    model.gradient_checkpointing_enable()
+    actual = model(pixel_values, labels=labels, once_for_all=STEP).loss
+    torch.testing.assert_close(actual, expected)
+    for name, gradient in gradients(model, actual).items():
+        torch.testing.assert_close(gradient, expected_gradients[name])
+
+
+@pytest.mark.parametrize("axes", [["tokens"], ["tokens", "depth"], ["tokens", "depth", "width"], ["width"], ["depth"]])
+def test_a_draw_covers_the_axes_and_nothing_else(axes, tiny_config):
+    drawn = [OnceForAll.draw(tiny_config, axes, batch_size=5) for _ in range(200)]
+    for step in drawn:
+        assert step.tokens == (tuple(tiny_config.token_granularities) if "tokens" in axes else (16,))
+        assert len(step.depth_tokens) == (2 if "depth" in axes else 0)
+    widths = {step.width if isinstance(step.width, int) else frozenset(step.width) for step in drawn}
+    assert frozenset().union(*(w for w in widths if isinstance(w, frozenset))) == (
+        {16, 24, 32} if "width" in axes else set()
+    )
+    assert {len(step.width) for step in drawn if isinstance(step.width, tuple)} <= {5}
+    seen = {tokens for step in drawn for tokens in step.depth_tokens}
+    assert seen == ({} if "depth" not in axes else set(drawn[0].tokens)) or not seen
+
+
+def test_the_weights_of_either_kind_of_readout_sum_to_one():
+    weights = OnceForAll(tokens=(4, 8), depth_tokens=(4, 8, 8), width=32).weights(layers=3)
+    assert weights == {1: {4: pytest.approx(1 / 6)}, 2: {8: pytest.approx(2 / 6)}, 3: {4: 0.5, 8: pytest.approx(1.0)}}
+
+
+def test_training_mode_gives_the_joint_loss_by_configuration_and_evaluation_the_plain_one(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, adaptive_axes=["tokens", "depth", "width"]).train()
+    pixel_values, labels = images(4), torch.tensor([1, 2, 3, 4])
+    torch.manual_seed(3)
+    step = OnceForAll.draw(model.config, model.config.adaptive_axes, 4)
+    expected = model(pixel_values, labels=labels, once_for_all=step)
+    torch.manual_seed(3)
+    actual = model(pixel_values, labels=labels)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=0, atol=0)
+    at_point = model(pixel_values, labels=labels, tokens=8)  # a call that names a point trains that point
+    torch.testing.assert_close(at_point.loss, torch.nn.functional.cross_entropy(at_point.logits, labels))
+    outputs = model.eval()(pixel_values, labels=labels)
+    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+
+
+def test_logits_of_a_joint_step_are_in_the_order_of_the_images(tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForImageClassification).train(), images(4)
+    logits = model(pixel_values, labels=torch.zeros(4, dtype=torch.long), once_for_all=STEP).logits
+    torch.testing.assert_close(logits, model(pixel_values, width=list(STEP.width)).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_parts_get_no_gradient(tiny_model):
+    model = tiny_model(AdaPerceiverForSemanticSegmentation).train()
+    model.requires_grad_(False)
+    trained = [*model.adaperceiver.dense_readout.parameters(), *model.head.parameters()]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    model(images(4), labels=torch.randint(0, 10, (4, 32, 32)), once_for_all=STEP).loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+    assert sum(parameter.grad is not None for parameter in model.parameters()) == len(trained)
+
+
+def test_a_sum_in_turn_keeps_one_term_at_a_time():
+    """Every term makes a large tensor that only its own backward pass needs."""
+    alive, most = set(), 0
+
+    class Large(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            nonlocal most
+            ctx.save_for_backward(token := torch.zeros(1))
+            alive.add(id(ctx))
+            most = max(most, len(alive))
+            ctx.token = token
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            alive.discard(id(ctx))
+            return gradient
+
+    x, scale = torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.tensor(2.0))
+    total = sum_in_turn([(lambda x, i=i: (i * scale * Large.apply(x)).sum(), (x,)) for i in (1.0, 2.0, 3.0)], [scale])
+    (10 * total).backward()
+    assert most == 1
+    torch.testing.assert_close(total.detach(), torch.tensor(36.0))
+    torch.testing.assert_close(x.grad, torch.full((3,), 120.0))
+    torch.testing.assert_close(scale.grad, torch.tensor(180.0))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (STEP._replace(tokens=(3, 16)), r"`tokens` must be among the granularities .*, got \(3, 16\)"),
+        (STEP._replace(depth_tokens=(4,)), "`depth_tokens` must hold one count for each of 2 blocks"),
+        (STEP._replace(width=(16, 32)), "`width` must be one, or one for each of 4 images, got 2"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(step, message, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    with pytest.raises(ValueError, match=message):
+        model(images(4), labels=torch.zeros(4, dtype=torch.long), once_for_all=step)
+
+
+def test_an_operating_point_beside_a_step_is_refused(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    with pytest.raises(TypeError, match="`once_for_all` says where the model runs, got tokens beside it"):
+        model(images(4), labels=torch.zeros(4, dtype=torch.long), once_for_all=STEP, tokens=8)
