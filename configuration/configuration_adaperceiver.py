@@ -30,8 +30,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         image_size (`int`, defaults to 224):
             Side of the training images. Other sizes run too: the position embedding is resampled to their grid.
         stem_channels (`list[int]`, *optional*):
-            Channels of a convolutional stem in place of the patch convolution: 3x3 convolutions, the first of stride 1
-            and the others of stride 2, so that `patch_size` is `2 ** (len(stem_channels) - 1)`.
+            Channels of a convolutional stem in place of the patch convolution: 3x3 convolutions of stride 2, as many as
+            bring `patch_size` pixels down to one.
         ffn_ratio (`float`, defaults to 2.57):
             Hidden units of an FFN per unit of width, `int(width * ffn_ratio)`.
         hidden_act (`str`, defaults to `"gelu"`):
@@ -158,10 +158,10 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         if self.stem_channels is not None:
             for channels in self.stem_channels:
                 _check_int("stem_channels", channels, low=1)
-            if 2 ** (len(self.stem_channels) - 1) != self.patch_size:
+            if 2 ** len(self.stem_channels) != self.patch_size:
                 raise ValueError(
-                    "`patch_size` must be 2 ** (len(`stem_channels`) - 1), since each layer of the stem but the first "
-                    f"halves the image, got {self.patch_size} and {list(self.stem_channels)}."
+                    "`patch_size` must be 2 ** len(`stem_channels`), since each layer of the stem halves the image, got "
+                    f"{self.patch_size} and {list(self.stem_channels)}."
                 )
         unknown = set(self.adaptive_axes or ()) - set(AXES)
         if unknown:

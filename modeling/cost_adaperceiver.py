@@ -76,7 +76,7 @@ def patch_embedding_flops(config: AdaPerceiverConfig) -> int:
     channels = [config.num_channels, *config.stem_channels]
     flops = 2 * channels[-1] * config.hidden_size
     for index, (narrow, wide) in enumerate(zip(channels, channels[1:])):
-        positions = (config.patch_size // 2**index) ** 2
+        positions = (config.patch_size // 2 ** (index + 1)) ** 2
         flops += 2 * positions * 9 * narrow * wide
     return flops
 

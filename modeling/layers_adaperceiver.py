@@ -127,9 +127,9 @@ def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
             config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
         )
     layers, channels = [], config.num_channels
-    for index, wider in enumerate(config.stem_channels):
+    for wider in config.stem_channels:
         layers += [
-            nn.Conv2d(channels, wider, kernel_size=3, stride=min(index + 1, 2), padding=1, bias=False),
+            nn.Conv2d(channels, wider, kernel_size=3, stride=2, padding=1, bias=False),
             nn.GroupNorm(1, wider, eps=config.layer_norm_eps),
             ACT2FN[config.hidden_act],
         ]
