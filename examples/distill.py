@@ -1,0 +1,177 @@
+"""
+Train one AdaPerceiver for every number of tokens, every width and every depth, from a teacher.
+
+    accelerate launch examples/distill.py                                    # procedural scenes, about five minutes
+    accelerate launch examples/distill.py examples/recipes/cifar10.yaml --dataset path/to/cifar10
+    accelerate launch examples/distill.py examples/recipes/imagenet12k.yaml --output_dir runs/paper --resume
+
+The recipe's values can be overridden on the command line; `--help` lists them all.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
+from teacher import CachedMicroBatches, Teacher, cache_views
+from training import (
+    Augment,
+    AugmentationArguments,
+    DataArguments,
+    MicroBatches,
+    OptimizationArguments,
+    RunArguments,
+    StreamedMicroBatches,
+    label_names,
+    load_splits,
+    micro_batches_per_step,
+    parse,
+    shrink,
+    start,
+    train,
+    validation_batches,
+)
+
+from adaperceiver import (
+    AdaPerceiverConfig,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+    OnceForAll,
+)
+from adaperceiver.image_processing_adaperceiver import image_processor_for
+
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass
+class DistillationArguments:
+    teacher: str = field(
+        default="scenes", metadata={"help": 'A hub id or folder of an image classifier; "scenes" trains a small one.'}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the teacher."})
+    student: str = field(default="{}", metadata={"help": "Fields of AdaPerceiverConfig, as JSON; a file or the text."})
+    init_from: str | None = field(default=None, metadata={"help": "A checkpoint to start from, e.g. another stage's."})
+    adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
+    distill: str = field(default="logits", metadata={"choices": ["logits", "features"]})
+    label_weight: float = field(default=0.0, metadata={"help": "Weight of the label loss beside the distillation."})
+    cached_views: int = field(
+        default=0,
+        metadata={"help": "Keep that many views of every image, with the teacher's logits, and train on them in turn."},
+    )
+
+
+def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiverForImageClassification:
+    model_class = AdaPerceiverForDistillation if args.distill == "features" else AdaPerceiverForImageClassification
+    changes = {"adaptive_axes": args.adaptive_axes}
+    if args.distill == "features":
+        changes["feature_size"] = teacher.feature_size
+    if args.init_from is not None:
+        # The feature adapter is new when a classifier goes on to features; the sizes of everything else must agree.
+        student = model_class.from_pretrained(args.init_from, **changes)
+        teacher.check_labels(student.config.id2label)
+        return student
+    text = Path(args.student).read_text() if os.path.isfile(args.student) else args.student
+    labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
+    return model_class(AdaPerceiverConfig(**{**json.loads(text), **labels, **changes}))
+
+
+@torch.no_grad()
+def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
+    """Top-1 accuracy of the full model, and at every token count and depth of the trained grid, at full width."""
+    depths, granularities = range(1, model.config.num_hidden_layers + 1), model.config.token_granularities
+    right = torch.zeros(len(depths), len(granularities), device=accelerator.device)
+    count = torch.zeros((), device=accelerator.device)
+    for pixel_values, labels in validation_batches(dataset, processor, size, accelerator):
+        logits = model.logits_grid(pixel_values)  # (depths, granularities, batch, labels)
+        right += (logits.argmax(dim=-1) == labels).sum(dim=-1)
+        count += len(labels)
+    accuracy = (accelerator.reduce(right, "sum") / accelerator.reduce(count, "sum")).tolist()
+    return {
+        "accuracy": accuracy[-1][-1],
+        "accuracy_by_tokens": dict(zip(map(str, granularities), accuracy[-1])),
+        "accuracy_by_depth": {str(depth): row[-1] for depth, row in zip(depths, accuracy)},
+    }
+
+
+def run_stage(run, data, augmentation, optimization, distillation) -> None:
+    accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
+    if not start(accelerator, run):
+        return accelerator.print(f"{run.output_dir} is complete.")
+    teacher = Teacher(distillation, accelerator)
+    student = build_student(distillation, teacher)
+    processor = image_processor_for(student.config, "image-classification")
+    training_data, validation_data = load_splits(data, student.config.image_size)
+    teacher.check_labels(label_names(training_data))
+    if distillation.distill == "features":  # what gets no gradient need not wait for one in other processes
+        student.adaperceiver.class_readout.requires_grad_(False)
+        student.classifier.requires_grad_(False)
+
+    augment = Augment(augmentation, student.config.image_size)
+    accumulation = micro_batches_per_step(optimization, accelerator)
+    size, world, rank = optimization.micro_batch_size, accelerator.num_processes, accelerator.process_index
+    steps = optimization.total_steps(None if isinstance(training_data, IterableDataset) else len(training_data))
+    if distillation.cached_views:
+        views = cache_views(training_data, augment, teacher, distillation.cached_views, run, data.workers, accelerator)
+        batches = CachedMicroBatches(views, size, run.seed)
+    elif isinstance(training_data, IterableDataset):
+        stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
+        stream = split_dataset_by_node(stream, rank=rank, world_size=world)
+        batches = partial(StreamedMicroBatches, stream, size, augment, run.seed)
+    else:
+        batches = MicroBatches(training_data, size, augment, run.seed)
+
+    def loader_from(step: int) -> torch.utils.data.DataLoader:
+        options = {"batch_size": None, "num_workers": data.workers, "persistent_workers": data.workers > 0}
+        if isinstance(batches, partial):
+            return torch.utils.data.DataLoader(batches(skip=step * accumulation), **options)
+        micros = range(step * accumulation * world + rank, steps * accumulation * world, world)
+        return torch.utils.data.DataLoader(batches, sampler=micros, **options)
+
+    mean = torch.tensor(processor.image_mean, device=accelerator.device)[:, None, None]
+    std = torch.tensor(processor.image_std, device=accelerator.device)[:, None, None]
+    config, drawn = student.config, {}
+
+    def loss_of(model, batch, step: int) -> torch.Tensor:
+        if step not in drawn:  # one draw for the whole effective batch, whoever computes which part of it
+            drawn.clear()
+            generator = torch.Generator().manual_seed(hash((run.seed, step)) % 2**63)
+            drawn[step] = OnceForAll.draw(config, distillation.adaptive_axes, optimization.batch_size, generator)
+        once_for_all = drawn[step].of_images((batch["micro"] % (accumulation * world)) * size + batch["places"])
+        targets = teacher.targets(batch, distillation.distill, config)
+        if distillation.label_weight:
+            raise SystemExit
+        return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
+
+    train(
+        accelerator,
+        student,
+        loader_from,
+        loss_of,
+        evaluate=partial(evaluate, dataset=validation_data, processor=processor, accelerator=accelerator),
+        save=lambda *_: None,
+        run=run,
+        optimization=optimization,
+        steps=steps,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    groups = [RunArguments, DataArguments, AugmentationArguments, OptimizationArguments, DistillationArguments]
+    before = None
+    for stage in parse(groups, arguments, RECIPES / "scenes.yaml"):
+        run, *_, distillation = stage
+        if before is not None and distillation.init_from is None:
+            distillation.init_from = os.path.join(before, "final")  # the EMA weights of the stage before
+        run_stage(*stage)
+        before = run.output_dir
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
