@@ -427,6 +427,7 @@ def _check_names(owner: str, given: dict[str, Any], allowed: list[str]) -> None:
 
 __all__ = [
     "ADAPTIVE_CONFIG_NAME",
+    "PER_IMAGE_FIELDS",
     "AdaPerceiverConfig",
     "AdaptiveConfig",
     "OperatingPoint",
