@@ -20,11 +20,8 @@ from transformers.image_utils import (
     PILImageResampling,
     load_image,
 )
-from transformers.models.segformer.image_processing_pil_segformer import (
-    SegformerImageProcessorKwargs,
-    SegformerImageProcessorPil,
-)
-from transformers.processing_utils import Unpack
+from transformers.models.segformer.image_processing_pil_segformer import SegformerImageProcessorPil
+from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
 from .configuration_adaperceiver import AdaPerceiverConfig
@@ -64,13 +61,19 @@ def to_8_bits(values: np.ndarray, mode: str = "I;16") -> np.ndarray:
     return np.round(values * (255 / white)).astype(np.uint8)
 
 
+class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):
+    """Arguments of the processor and of its call: those of every image processor of transformers, and one of Segformer's."""
+
+    do_reduce_labels: bool
+
+
 class AdaPerceiverImageProcessing:
     """
     What AdaPerceiver adds to a backend of transformers: images of any mode and orientation, label maps beside them, and
     both kinds of dense predictions. The defaults are those of the paper's classifier; `image_processor_for` has the others.
     """
 
-    valid_kwargs = SegformerImageProcessorKwargs  # those of every image processor, and `do_reduce_labels`
+    valid_kwargs = AdaPerceiverImageProcessorKwargs
     resample = PILImageResampling.BICUBIC
     image_mean = OPENAI_CLIP_MEAN
     image_std = OPENAI_CLIP_STD
@@ -101,7 +104,7 @@ class AdaPerceiverImageProcessing:
         self,
         images: ImageInput,
         segmentation_maps: ImageInput | None = None,
-        **kwargs: Unpack[SegformerImageProcessorKwargs],
+        **kwargs: Unpack[AdaPerceiverImageProcessorKwargs],
     ) -> BatchFeature:
         """
         Images to `pixel_values`; `segmentation_maps`, one class from 0 to 255 per pixel, to `labels` of the same size.
