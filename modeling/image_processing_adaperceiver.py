@@ -11,13 +11,14 @@ import torch
 from huggingface_hub import get_session
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
-from transformers.image_transforms import convert_to_rgb
+from transformers.image_transforms import convert_to_rgb, get_resize_output_image_size
 from transformers.image_utils import (
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
     ChannelDimension,
     ImageInput,
     PILImageResampling,
+    SizeDict,
     load_image,
 )
 from transformers.models.segformer.image_processing_pil_segformer import SegformerImageProcessorPil
@@ -184,11 +185,27 @@ def label_map(segmentation_map: Any, reduce_labels: bool) -> np.ndarray:
 class AdaPerceiverImageProcessorPil(AdaPerceiverImageProcessing, PilBackend):
     """Image processor of AdaPerceiver, on Pillow and numpy."""
 
+    def resize(self, image: np.ndarray, size: SizeDict, resample: Any = None, **kwargs) -> np.ndarray:
+        # The values are clipped after each axis, and Pillow starts with the cheaper one: with the width, as torch does.
+        if size.shortest_edge and not size.longest_edge:
+            sides = get_resize_output_image_size(
+                image, size.shortest_edge, default_to_square=False, input_data_format=ChannelDimension.FIRST
+            )
+            size = SizeDict(height=sides[0], width=sides[1])
+        if size.height and size.width:
+            image = super().resize(image, SizeDict(height=image.shape[-2], width=size.width), resample, **kwargs)
+        return super().resize(image, size, resample, **kwargs)
 
-class AdaPerceiverImageProcessor(
-    AdaPerceiverImageProcessing, TorchvisionBackend if is_torchvision_available() else PilBackend
-):
-    """Image processor of AdaPerceiver, on torchvision where it is installed, else on Pillow and numpy."""
+
+if is_torchvision_available():
+
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessing, TorchvisionBackend):
+        """Image processor of AdaPerceiver, on torchvision."""
+
+else:
+
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):
+        """Image processor of AdaPerceiver, on Pillow and numpy, since there is no torchvision here."""
 
 
 def image_processor_for(config: AdaPerceiverConfig, task: str) -> BaseImageProcessor:
