@@ -11,20 +11,18 @@ import torch
 from huggingface_hub import get_session
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
-from transformers.image_transforms import convert_to_rgb
+from transformers.image_transforms import convert_to_rgb, get_resize_output_image_size
 from transformers.image_utils import (
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
     ChannelDimension,
     ImageInput,
     PILImageResampling,
+    SizeDict,
     load_image,
 )
-from transformers.models.segformer.image_processing_pil_segformer import (
-    SegformerImageProcessorKwargs,
-    SegformerImageProcessorPil,
-)
-from transformers.processing_utils import Unpack
+from transformers.models.segformer.image_processing_pil_segformer import SegformerImageProcessorPil
+from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
 from .configuration_adaperceiver import AdaPerceiverConfig
@@ -64,13 +62,19 @@ def to_8_bits(values: np.ndarray, mode: str = "I;16") -> np.ndarray:
     return np.round(values * (255 / white)).astype(np.uint8)
 
 
+class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):
+    """Arguments of the processor and of its call: those of every image processor of transformers, and one of Segformer's."""
+
+    do_reduce_labels: bool
+
+
 class AdaPerceiverImageProcessing:
     """
     What AdaPerceiver adds to a backend of transformers: images of any mode and orientation, label maps beside them, and
     both kinds of dense predictions. The defaults are those of the paper's classifier; `image_processor_for` has the others.
     """
 
-    valid_kwargs = SegformerImageProcessorKwargs  # those of every image processor, and `do_reduce_labels`
+    valid_kwargs = AdaPerceiverImageProcessorKwargs
     resample = PILImageResampling.BICUBIC
     image_mean = OPENAI_CLIP_MEAN
     image_std = OPENAI_CLIP_STD
@@ -101,7 +105,7 @@ class AdaPerceiverImageProcessing:
         self,
         images: ImageInput,
         segmentation_maps: ImageInput | None = None,
-        **kwargs: Unpack[SegformerImageProcessorKwargs],
+        **kwargs: Unpack[AdaPerceiverImageProcessorKwargs],
     ) -> BatchFeature:
         """
         Images to `pixel_values`; `segmentation_maps`, one class from 0 to 255 per pixel, to `labels` of the same size.
@@ -181,11 +185,27 @@ def label_map(segmentation_map: Any, reduce_labels: bool) -> np.ndarray:
 class AdaPerceiverImageProcessorPil(AdaPerceiverImageProcessing, PilBackend):
     """Image processor of AdaPerceiver, on Pillow and numpy."""
 
+    def resize(self, image: np.ndarray, size: SizeDict, resample: Any = None, **kwargs) -> np.ndarray:
+        # The values are clipped after each axis, and Pillow starts with the cheaper one: with the width, as torch does.
+        if size.shortest_edge and not size.longest_edge:
+            sides = get_resize_output_image_size(
+                image, size.shortest_edge, default_to_square=False, input_data_format=ChannelDimension.FIRST
+            )
+            size = SizeDict(height=sides[0], width=sides[1])
+        if size.height and size.width:
+            image = super().resize(image, SizeDict(height=image.shape[-2], width=size.width), resample, **kwargs)
+        return super().resize(image, size, resample, **kwargs)
 
-class AdaPerceiverImageProcessor(
-    AdaPerceiverImageProcessing, TorchvisionBackend if is_torchvision_available() else PilBackend
-):
-    """Image processor of AdaPerceiver, on torchvision where it is installed, else on Pillow and numpy."""
+
+if is_torchvision_available():
+
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessing, TorchvisionBackend):
+        """Image processor of AdaPerceiver, on torchvision."""
+
+else:
+
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):
+        """Image processor of AdaPerceiver, on Pillow and numpy, since there is no torchvision here."""
 
 
 def image_processor_for(config: AdaPerceiverConfig, task: str) -> BaseImageProcessor:
