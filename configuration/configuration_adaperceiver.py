@@ -456,6 +456,7 @@ def _check_names(owner: str, given: dict[str, Any], allowed: list[str]) -> None:
 __all__ = [
     "ADAPTIVE_CONFIG_NAME",
     "AXES",
+    "PER_IMAGE_FIELDS",
     "AdaPerceiverConfig",
     "AdaptiveConfig",
     "OperatingPoint",

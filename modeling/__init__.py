@@ -3,6 +3,7 @@
 from transformers import (
     AutoBackbone,
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForDepthEstimation,
     AutoModelForImageClassification,
@@ -11,6 +12,11 @@ from transformers import (
 
 from .configuration import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
 from .cost_adaperceiver import AccuracyTable, LatencyProfile
+from .image_processing_adaperceiver import (
+    AdaPerceiverImageProcessor,
+    AdaPerceiverImageProcessorPil,
+    image_processor_for,
+)
 from .modeling_adaperceiver import (
     AdaPerceiverBackbone,
     AdaPerceiverForDepthEstimation,
@@ -19,6 +25,12 @@ from .modeling_adaperceiver import (
     AdaPerceiverForSemanticSegmentation,
     AdaPerceiverModel,
     AdaPerceiverPreTrainedModel,
+)
+from .pipeline_adaperceiver import (
+    AdaPerceiverDepthEstimationPipeline,
+    AdaPerceiverImageClassificationPipeline,
+    AdaPerceiverImageFeatureExtractionPipeline,
+    AdaPerceiverImageSegmentationPipeline,
 )
 from .training_adaperceiver import OnceForAll
 
@@ -31,19 +43,30 @@ AutoModelForImageClassification.register(AdaPerceiverConfig, AdaPerceiverForImag
 AutoModelForSemanticSegmentation.register(AdaPerceiverConfig, AdaPerceiverForSemanticSegmentation)
 AutoModelForDepthEstimation.register(AdaPerceiverConfig, AdaPerceiverForDepthEstimation)
 AutoBackbone.register(AdaPerceiverConfig, AdaPerceiverBackbone)
+AutoImageProcessor.register(
+    AdaPerceiverConfig,
+    image_processor_classes={"torchvision": AdaPerceiverImageProcessor, "pil": AdaPerceiverImageProcessorPil},
+)
 
 __all__ = [
     "AccuracyTable",
     "AdaPerceiverBackbone",
     "AdaPerceiverConfig",
+    "AdaPerceiverDepthEstimationPipeline",
     "AdaPerceiverForDepthEstimation",
     "AdaPerceiverForDistillation",
     "AdaPerceiverForImageClassification",
     "AdaPerceiverForSemanticSegmentation",
+    "AdaPerceiverImageClassificationPipeline",
+    "AdaPerceiverImageFeatureExtractionPipeline",
+    "AdaPerceiverImageProcessor",
+    "AdaPerceiverImageProcessorPil",
+    "AdaPerceiverImageSegmentationPipeline",
     "AdaPerceiverModel",
     "AdaPerceiverPreTrainedModel",
     "AdaptiveConfig",
     "LatencyProfile",
     "OnceForAll",
     "OperatingPoint",
+    "image_processor_for",
 ]

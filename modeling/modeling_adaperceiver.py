@@ -5,7 +5,6 @@ Data flows one way: pixels -> input tokens -> read -> blocks -> write -> head. T
 this file runs them at an operating point and puts heads on top.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
-from .cost_adaperceiver import AccuracyTable, CostMixin, dense_readout_flops, ffn_flops
+from .cost_adaperceiver import CostMixin, dense_readout_flops, ffn_flops
+from .hub_adaperceiver import HubMixin
 from .layers_adaperceiver import (
     AdaPerceiverBlock,
     AdaPerceiverClassReadout,
@@ -47,9 +47,6 @@ from .loss_adaperceiver import (
     segmentation_loss,
 )
 from .training_adaperceiver import OnceForAll
-
-
-HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class AdaptiveKwargs(TransformersKwargs, total=False):
@@ -122,7 +119,7 @@ class AdaPerceiverDistillationOutput(AdaPerceiverClassifierOutput):
     features: torch.FloatTensor | None = None
 
 
-class AdaPerceiverPreTrainedModel(CostMixin, PreTrainedModel):
+class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
     config: AdaPerceiverConfig
     base_model_prefix = "adaperceiver"
     main_input_name = "pixel_values"
@@ -172,36 +169,6 @@ class AdaPerceiverPreTrainedModel(CostMixin, PreTrainedModel):
     def adaptive_config(self, adaptive_config: AdaptiveConfig) -> None:
         adaptive_config.validate(self.config)
         self.base_model._adaptive_config = adaptive_config
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args, is_main_process: bool = True, **kwargs
-    ) -> None:
-        if is_main_process:
-            self.adaptive_config.validate(self.config)
-            self.adaptive_config.save_pretrained(save_directory)
-            if self.accuracy_table is not None:
-                self.accuracy_table.save_pretrained(save_directory)
-            self.config.output_tokens = self.base_model.output_tokens  # so that `AutoModel` finds what the head used
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args,
-        adaptive_config: AdaptiveConfig | None = None,
-        **kwargs,
-    ) -> "AdaPerceiverPreTrainedModel":
-        """As in transformers; `adaptive_config` replaces the one that is saved beside the weights."""
-        hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
-        if pretrained_model_name_or_path is not None:
-            model.adaptive_config = AdaptiveConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
-            model.accuracy_table = AccuracyTable.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
-        if adaptive_config is not None:
-            model.adaptive_config = adaptive_config.copy()
-        return loaded
 
     def settle(
         self, pixel_values: torch.Tensor | None, kwargs: dict, operating_point: OperatingPoint | None = None
@@ -453,6 +420,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
     """AdaPerceiver with a linear classifier on the output token."""
 
     output_tokens = "class"
+    task = "image-classification"
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
@@ -794,6 +762,8 @@ class AdaPerceiverSegmentationHead(nn.Module):
 class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
     """AdaPerceiver with a linear segmentation head on the patch features."""
 
+    task = "image-segmentation"
+
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -870,6 +840,8 @@ class AdaPerceiverDepthHead(nn.Module):
 
 class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
     """AdaPerceiver with a binned depth head on the patch features."""
+
+    task = "depth-estimation"
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)

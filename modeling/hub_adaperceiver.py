@@ -1,0 +1,355 @@
+"""
+Saving, sharing and loading: a saved folder works by itself, with nothing but transformers installed.
+
+Beside the weights it holds the config with the classes to load it with (`auto_map`), the operating point, the image
+processor, a model card and the source files, which transformers runs with `trust_remote_code=True`.
+"""
+
+import copy
+import hashlib
+import inspect
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError, safe_open
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
+from transformers.utils.hub import hf_api
+
+from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, optional_file
+from .cost_adaperceiver import AccuracyTable
+from .image_processing_adaperceiver import image_processor_for
+
+
+logger = logging.getLogger(__name__)
+
+MODEL_CARD_NAME = "README.md"
+HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+PUSH_KWARGS = (
+    "repo_id",
+    "private",
+    "token",
+    "revision",
+    "tags",
+    "commit_message",
+    "commit_description",
+    "create_pr",
+)
+
+# All classes that a folder can be loaded with, whichever head was saved: `AutoModel` takes the trunk of any of them.
+AUTO_MAP = {
+    "AutoConfig": "configuration_adaperceiver.AdaPerceiverConfig",
+    "AutoModel": "modeling_adaperceiver.AdaPerceiverModel",
+    "AutoModelForImageClassification": "modeling_adaperceiver.AdaPerceiverForImageClassification",
+    "AutoModelForSemanticSegmentation": "modeling_adaperceiver.AdaPerceiverForSemanticSegmentation",
+    "AutoModelForDepthEstimation": "modeling_adaperceiver.AdaPerceiverForDepthEstimation",
+    "AutoBackbone": "modeling_adaperceiver.AdaPerceiverBackbone",
+}
+AUTO_CLASS_OF_TASK = {
+    "image-feature-extraction": "AutoModel",
+    "image-classification": "AutoModelForImageClassification",
+    "image-segmentation": "AutoModelForSemanticSegmentation",
+    "depth-estimation": "AutoModelForDepthEstimation",
+}
+OUTPUT_OF_TASK = {  # what the model card prints
+    "image-feature-extraction": "output_tokens",
+    "image-classification": "logits",
+    "image-segmentation": "logits",
+    "depth-estimation": "predicted_depth",
+}
+FINGERPRINT = "\n# Fingerprint of all source files in this folder: "
+
+CARD = """
+# {name}
+
+AdaPerceiver is a vision transformer whose tokens, width and depth are chosen at every call:
+
+```python
+import torch
+from PIL import Image
+{imports}
+processor = AutoImageProcessor.from_pretrained("{name}"{trust})
+model = {auto_class}.from_pretrained("{name}"{trust})
+
+inputs = processor(Image.open("image.jpg"), return_tensors="pt")
+with torch.no_grad():
+    full = model(**inputs)
+    small = model(**inputs, tokens={tokens}, width={width}, depth={depth})  # the same weights, less work
+print(small.{output}.shape)
+```
+
+`tokens` goes up to {max_tokens} (trained: {granularities}), `width` up to {max_width} (trained: {widths}), `depth` up to {max_depth}.
+"""
+
+
+class HubMixin:
+    """`save_pretrained`, `push_to_hub` and `from_pretrained` of every model."""
+
+    task = "image-feature-extraction"  # of the pipeline; heads have their own
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        *,
+        save_code: bool = True,
+        model_card: str | None = None,
+        **kwargs,
+    ) -> Any:
+        """
+        As in transformers, and the folder works by itself. Its model card and image processor, if it has them already,
+        stay as they are.
+
+        save_code (`bool`, defaults to `True`):
+            Whether to add the source files, and to say so in the config. Without them, loading needs this package.
+        model_card (`str`, *optional*):
+            Text of the model card, with or without metadata; missing metadata is added.
+        """
+        push_kwargs = {name: kwargs.pop(name) for name in PUSH_KWARGS if name in kwargs}
+        writes = self.should_save_on_this_rank(is_main_process)
+
+        def save(name: str) -> None:
+            if writes:
+                self._save_beside_weights(save_directory, name, save_code, model_card)
+            with self._config_to_save(save_code):
+                super(HubMixin, self).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+
+        name = os.path.basename(os.path.abspath(save_directory))
+        if not (push_to_hub and writes):
+            return save(name)
+        if kwargs.get("distributed_checkpoint"):
+            raise ValueError("`push_to_hub` needs `distributed_checkpoint=False`: the hub takes whole weights.")
+        return push(self, save_directory, save, **{"repo_id": name, **push_kwargs})
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | str | None = None,
+        save_code: bool = True,
+        model_card: str | None = None,
+    ) -> Any:
+        """As in transformers; `save_code` and `model_card` are those of `save_pretrained`."""
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        with tempfile.TemporaryDirectory() as folder:
+            return self.save_pretrained(folder, push_to_hub=True, **arguments)
+
+    def _save_beside_weights(self, folder: str | os.PathLike, name: str, save_code: bool, text: str | None) -> None:
+        self.adaptive_config.validate(self.config)
+        self.adaptive_config.save_pretrained(folder)
+        if self.accuracy_table is not None:
+            self.accuracy_table.save_pretrained(folder)
+        if getattr(self, "_hf_peft_config_loaded", False):  # transformers saves the adapter alone then
+            text = text or f"\n# {name}\n\nAn adapter for an AdaPerceiver.\n"
+        else:
+            if save_code:
+                write_sources(folder)
+            if not os.path.exists(os.path.join(folder, IMAGE_PROCESSOR_NAME)):
+                image_processor_for(self.config, self.task).save_pretrained(folder)
+        path = os.path.join(folder, MODEL_CARD_NAME)
+        if not os.path.exists(path):
+            build_model_card(self, name, save_code, text).save(path)
+        elif text is not None:
+            logger.warning(f"`model_card` is not written, since {path} exists.")
+
+    @contextmanager
+    def _config_to_save(self, save_code: bool) -> Iterator[None]:
+        """
+        Within, `self.config` is a copy that says how the folder is to be loaded.
+
+        transformers would add the code of classes that came from remote code, whatever `save_code` says: not for ours.
+        """
+        config, ours = self.config, package_of(type(self).__module__) == package_of(__name__)
+        self.config = copy.deepcopy(config)
+        self.config.output_tokens = self.base_model.output_tokens  # so that `AutoModel` finds what the head used
+        self.config._auto_class = None
+        for name in ("auto_map", "custom_pipelines"):
+            vars(self.config).pop(name, None)
+        if save_code:
+            self.config.auto_map = dict(AUTO_MAP)
+            self.config.custom_pipelines = custom_pipelines(self.task)
+        if ours or not save_code:
+            self.is_remote_code = lambda: False
+        try:
+            yield
+        finally:
+            self.config = config
+            vars(self).pop("is_remote_code", None)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args,
+        adaptive_config: AdaptiveConfig | None = None,
+        **kwargs,
+    ) -> Any:
+        """As in transformers; `adaptive_config` replaces the one that is saved beside the weights."""
+        source = pretrained_model_name_or_path
+        hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
+        if source is not None:
+            check_model_type(source, kwargs.get("config"), hub_kwargs)
+        try:
+            loaded = super().from_pretrained(source, *model_args, **kwargs)
+        except SafetensorError as error:
+            problem = unreadable_weights(source, hub_kwargs) or error
+            raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
+        # `pipeline` leaves classes in it, which no JSON file can hold; saving writes it anew.
+        vars(model.config).pop("custom_pipelines", None)
+        if source is not None:
+            model.adaptive_config = AdaptiveConfig.from_pretrained(source, **hub_kwargs)
+            model.accuracy_table = AccuracyTable.from_pretrained(source, **hub_kwargs)
+        if adaptive_config is not None:
+            model.adaptive_config = adaptive_config.copy()
+        return loaded
+
+
+def package_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def check_model_type(source: str | os.PathLike, config: Any, hub_kwargs: dict) -> None:
+    """Refuse other models, whose weights transformers would leave out with a warning."""
+    if config is None or isinstance(config, (str, os.PathLike)):
+        source = source if config is None else config
+        where = f"the {CONFIG_NAME} of {source}"
+        model_type = PreTrainedConfig.get_config_dict(source, **hub_kwargs)[0].get("model_type")
+    else:
+        where, model_type = "`config`", config.model_type
+    if model_type != AdaPerceiverConfig.model_type:
+        raise ValueError(f"`model_type` in {where} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}.")
+
+
+def unreadable_weights(source: str | os.PathLike, hub_kwargs: dict) -> str:
+    """The files that safetensors cannot read, and why; its own errors do not name them."""
+    problems = []
+    config_path = optional_file(source, CONFIG_NAME, **hub_kwargs) or os.path.join(source, CONFIG_NAME)
+    for path in sorted(Path(config_path).parent.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            problems.append(f"{path} ({error})")
+    return ", ".join(problems)
+
+
+def write_sources(folder: str | os.PathLike) -> None:
+    """
+    Copy the source files to `folder`, side by side.
+
+    transformers keeps one model class per config class, and knows the config class of a folder by the folder's last name
+    and a hash of the configuration file alone. That file gets a fingerprint of all others, so that two folders of the
+    same name never share a model class unless all their code is the same.
+    """
+    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*_adaperceiver.py")}
+    path = Path(inspect.getfile(AdaPerceiverConfig))  # in the package, its sibling here is only an alias
+    sources[path.name] = path.read_text(encoding="utf-8").split(FINGERPRINT)[0]
+    digest = hashlib.sha256("".join(text for _, text in sorted(sources.items())).encode()).hexdigest()
+    sources[path.name] += f"{FINGERPRINT}{digest}\n"
+    for name, text in sources.items():
+        Path(folder, name).write_text(text, encoding="utf-8")
+
+
+def custom_pipelines(task: str) -> dict[str, dict]:
+    """The entry of the config by which `pipeline(task, folder)` finds the pipeline that takes adaptive arguments."""
+    # Not at the top, since that file imports the models. An import of any kind makes the remote loader bring the file
+    # along, without which a model that was loaded so could not be saved again.
+    from .pipeline_adaperceiver import (
+        AdaPerceiverDepthEstimationPipeline,
+        AdaPerceiverImageClassificationPipeline,
+        AdaPerceiverImageFeatureExtractionPipeline,
+        AdaPerceiverImageSegmentationPipeline,
+    )
+
+    pipeline_class = {
+        "image-feature-extraction": AdaPerceiverImageFeatureExtractionPipeline,
+        "image-classification": AdaPerceiverImageClassificationPipeline,
+        "image-segmentation": AdaPerceiverImageSegmentationPipeline,
+        "depth-estimation": AdaPerceiverDepthEstimationPipeline,
+    }[task]
+    return {task: {"impl": f"pipeline_adaperceiver.{pipeline_class.__name__}", "pt": [AUTO_CLASS_OF_TASK[task]]}}
+
+
+def build_model_card(model: Any, name: str, save_code: bool, text: str | None = None) -> ModelCard:
+    """A model card around `text`, or with a snippet that shows how to use the model."""
+    config, auto_class = model.config, AUTO_CLASS_OF_TASK[model.task]
+    imports = f"from transformers import AutoImageProcessor, {auto_class}\n"
+    if text is None:
+        text = CARD.format(
+            name=name,
+            imports=imports if save_code else f"import adaperceiver\n{imports}",
+            trust=", trust_remote_code=True" if save_code else "",
+            auto_class=auto_class,
+            output=OUTPUT_OF_TASK[model.task],
+            tokens=config.token_granularities[0],
+            width=config.widths[0],
+            depth=(config.num_hidden_layers + 1) // 2,
+            max_tokens=config.max_latent_tokens,
+            max_width=config.max_width,
+            max_depth=config.num_hidden_layers,
+            granularities=", ".join(map(str, config.token_granularities)),
+            widths=", ".join(map(str, config.widths)),
+        )
+    card = ModelCard(text if text.lstrip().startswith("---") else f"---\nlibrary_name: transformers\n---\n{text}")
+    defaults = {
+        "library_name": "transformers",
+        "pipeline_tag": model.task,
+        "tags": [AdaPerceiverConfig.model_type, *(model.model_tags or [])],
+    }
+    for key, value in defaults.items():
+        if card.data.get(key) is None:
+            card.data[key] = value
+    return card
+
+
+def push(
+    model: Any,
+    folder: str | os.PathLike,
+    save: Callable[[str], None],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    tags: list[str] | str | None = None,
+    **commit_kwargs,
+) -> Any:
+    """
+    Run `save` with the name of the repository, and upload what changed in `folder`. A model card and an image processor
+    that the repository has are fetched first, so that they stay. (transformers' own push puts its card over ours.)
+    """
+    api = hf_api()
+    repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    os.makedirs(folder, exist_ok=True)
+    for name in (MODEL_CARD_NAME, IMAGE_PROCESSOR_NAME):
+        path, where = os.path.join(folder, name), {"revision": revision, "token": token}
+        if not os.path.exists(path) and api.file_exists(repo_id, name, **where):
+            shutil.copyfile(api.hf_hub_download(repo_id, name, **where), path)
+    before = model._get_files_timestamps(folder)
+    save(repo_id)
+    if tags:
+        card = ModelCard.load(os.path.join(folder, MODEL_CARD_NAME))
+        given, present = [tags] if isinstance(tags, str) else tags, card.data.tags or []
+        card.data.tags = [*present, *(tag for tag in given if tag not in present)]
+        card.save(os.path.join(folder, MODEL_CARD_NAME))
+    return model._upload_modified_files(folder, repo_id, before, token=token, revision=revision, **commit_kwargs)
+
+
+__all__ = ["HubMixin"]

@@ -1,0 +1,190 @@
+"""Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
+
+from collections.abc import Sized
+from typing import Any, NamedTuple
+
+import PIL.Image
+from torch.utils.data import Dataset
+from transformers import (
+    DepthEstimationPipeline,
+    ImageClassificationPipeline,
+    ImageFeatureExtractionPipeline,
+    ImageSegmentationPipeline,
+)
+from transformers.utils import ModelOutput
+
+from .configuration_adaperceiver import PER_IMAGE_FIELDS, AdaptiveConfig
+from .image_processing_adaperceiver import open_image, to_rgb
+from .modeling_adaperceiver import ADAPTIVE_KWARGS
+
+
+class ChosenImage(NamedTuple):
+    """An input with what a call chose for it alone."""
+
+    image: Any
+    choices: dict[str, Any]
+
+
+class ChosenDataset(Dataset):
+    """A dataset of inputs with one value per input for some arguments."""
+
+    def __init__(self, images: Dataset, values: dict[str, list]):
+        self.images, self.values = images, values
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> ChosenImage:
+        return ChosenImage(self.images[index], {name: values[index] for name, values in self.values.items()})
+
+
+class AdaPerceiverPipelineMixin:
+    """
+    Adaptive arguments for a pipeline of transformers, `tokens=64` or `exit_threshold=0.9`.
+
+    Those given at construction are defaults; those of a call win over them. In a call `tokens`, `width`, `depth` and
+    `exit_threshold` may be lists, one value per input. With `report=True` each result is `{"result": ..., "report": ...}`:
+    what the pipeline gives otherwise, and where the model ran for this image.
+    """
+
+    model_classes: tuple[str, ...]
+    stock_arguments: tuple[str, ...]  # what the pipeline of transformers takes for itself
+
+    def __init__(self, *args, adaptive_config: AdaptiveConfig | None = None, **kwargs):
+        given = {name: kwargs.pop(name) for name in ADAPTIVE_KWARGS if name in kwargs}
+        self.adaptive_defaults = AdaptiveConfig(**(adaptive_config.to_dict() if adaptive_config else {})).update(
+            **given
+        )
+        super().__init__(*args, **kwargs)
+        self.adaptive_defaults.validate(self.model.config)
+
+    def check_model_type(self, supported_models: Any) -> None:
+        """By name: no list of transformers has these classes, and remote code brings copies of them."""
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # under PEFT
+        if not {base.__name__ for base in type(model).__mro__} & set(self.model_classes):
+            raise TypeError(
+                f"`model` of {type(self).__name__} must be of {' or '.join(self.model_classes)}, got {type(model).__name__}."
+            )
+
+    def _sanitize_parameters(self, report: bool | None = None, **kwargs) -> tuple[dict, dict, dict]:
+        unknown = [name for name in kwargs if name not in ADAPTIVE_KWARGS and name not in self.stock_arguments]
+        if unknown:
+            raise TypeError(
+                f"Unknown argument{'s' * (len(unknown) > 1)} {', '.join(f'`{name}`' for name in unknown)} of "
+                f"{type(self).__name__}; it takes {', '.join(self.stock_arguments)}, report, and the adaptive ones: "
+                f"{', '.join(ADAPTIVE_KWARGS)}."
+            )
+        stock = {name: value for name, value in kwargs.items() if name in self.stock_arguments}
+        preprocess_params, forward_params, postprocess_params = super()._sanitize_parameters(**stock)
+        forward_params |= {name: value for name, value in kwargs.items() if name in ADAPTIVE_KWARGS}
+        if report is not None:
+            postprocess_params["report"] = report
+        return preprocess_params, forward_params, postprocess_params
+
+    def __call__(self, inputs: Any = None, **kwargs) -> Any:
+        inputs = kwargs.pop("images", inputs)  # the older name
+        values = {name: kwargs[name] for name in PER_IMAGE_FIELDS if name in kwargs}
+        values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+        values = {name: list(value) for name, value in values.items() if isinstance(value, (list, tuple))}
+        if values:
+            inputs = self._choose_per_image(inputs, values)
+        return super().__call__(inputs, **{name: value for name, value in kwargs.items() if name not in values})
+
+    def _choose_per_image(self, inputs: Any, values: dict[str, list]) -> "list[ChosenImage] | ChosenDataset":
+        for name, choices in values.items():
+            if not isinstance(inputs, (list, Dataset)) or not isinstance(inputs, Sized):
+                raise ValueError(
+                    f"`{name}` with one value per image needs a list or a dataset with a length, got "
+                    f"{type(inputs).__name__}: give one value for all, or make a list of the images."
+                )
+            if len(choices) != len(inputs):
+                raise ValueError(
+                    f"`{name}` must be one value, or one per image of the {len(inputs)}, got {len(choices)} values."
+                )
+        chosen = ChosenDataset(inputs, values)
+        return list(chosen) if isinstance(inputs, list) else chosen
+
+    def preprocess(self, image: Any, timeout: float | None = None, **kwargs) -> dict[str, Any]:
+        image, choices = image if isinstance(image, ChosenImage) else (image, {})
+        if isinstance(image, str):
+            image = open_image(image, timeout)
+        if isinstance(image, PIL.Image.Image):
+            image = to_rgb(
+                image
+            )  # the pipelines of transformers would make 16 bits white and show what is transparent
+        model_inputs = super().preprocess(image, **kwargs)
+        model_inputs.update(choices)
+        return model_inputs
+
+    def _forward(
+        self, model_inputs: dict[str, Any], adaptive_config: AdaptiveConfig | None = None, **adaptive
+    ) -> ModelOutput:
+        defaults = self.adaptive_defaults
+        if adaptive_config is not None:
+            defaults = defaults.update(**adaptive_config.to_dict())
+        adaptive |= {name: model_inputs.pop(name) for name in PER_IMAGE_FIELDS if name in model_inputs}
+        pixel_values = model_inputs["pixel_values"]
+        point, _ = self.model.settle(pixel_values, {**adaptive, "adaptive_config": defaults})
+        model_outputs = super()._forward({**model_inputs, **point._asdict()})
+        images, _, *image_size = pixel_values.shape
+        exit_depths = [None] * images if "exit_depth" not in model_outputs else model_outputs["exit_depth"].tolist()
+        model_outputs["report"] = [
+            self._report(point.of_image(index), exit_depth, tuple(image_size))
+            for index, exit_depth in enumerate(exit_depths)
+        ]
+        return model_outputs
+
+    def _report(self, point: Any, exit_depth: int | None, image_size: tuple[int, int]) -> dict[str, Any]:
+        """Where one image ran, and what that costs for one image by itself."""
+        ran = point if exit_depth is None else point._replace(depth=exit_depth)
+        gflops = self.model.flops_at(ran, image_size, batch_size=1)["total"] / 1e9
+        names = ("tokens", "width", "depth")
+        return {**{name: getattr(point, name) for name in names}, "exit_depth": exit_depth, "gflops": gflops}
+
+    def postprocess(self, model_outputs: ModelOutput, report: bool = False, **kwargs) -> Any:
+        result = super().postprocess(model_outputs, **kwargs)
+        return {"result": result, "report": report_of(model_outputs)} if report else result
+
+
+def report_of(model_outputs: ModelOutput) -> dict[str, Any]:
+    """The report of the image that `model_outputs` hold: in a list of one, unless they come from a larger batch."""
+    report = model_outputs["report"]
+    return report[0] if isinstance(report, list) else report
+
+
+class AdaPerceiverImageClassificationPipeline(AdaPerceiverPipelineMixin, ImageClassificationPipeline):
+    model_classes = ("AdaPerceiverForImageClassification",)
+    stock_arguments = ("top_k", "function_to_apply", "timeout")
+
+
+class AdaPerceiverImageSegmentationPipeline(AdaPerceiverPipelineMixin, ImageSegmentationPipeline):
+    model_classes = ("AdaPerceiverForSemanticSegmentation",)
+    stock_arguments = ("subtask", "threshold", "mask_threshold", "overlap_mask_area_threshold", "timeout")
+
+
+class AdaPerceiverDepthEstimationPipeline(AdaPerceiverPipelineMixin, DepthEstimationPipeline):
+    model_classes = ("AdaPerceiverForDepthEstimation",)
+    stock_arguments = ("parameters", "timeout")
+
+
+class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, ImageFeatureExtractionPipeline):
+    model_classes = ("AdaPerceiverModel",)
+    stock_arguments = ("image_processor_kwargs", "return_tensors", "pool", "timeout")
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.check_model_type(None)  # the others of transformers do so themselves
+
+    def postprocess(self, model_outputs: ModelOutput, **kwargs) -> Any:
+        # Latents of images that ran with fewer tokens than others of their batch are followed by zeros.
+        tokens = report_of(model_outputs)["tokens"]
+        model_outputs["last_hidden_state"] = model_outputs["last_hidden_state"][:, :tokens]
+        return super().postprocess(model_outputs, **kwargs)
+
+
+__all__ = [
+    "AdaPerceiverDepthEstimationPipeline",
+    "AdaPerceiverImageClassificationPipeline",
+    "AdaPerceiverImageFeatureExtractionPipeline",
+    "AdaPerceiverImageSegmentationPipeline",
+]

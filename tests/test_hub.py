@@ -1,0 +1,500 @@
+"""Saved folders work by themselves: remote code in real processes without the package, model cards, pushes."""
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import accelerate
+import peft
+import pytest
+import torch
+from conftest import MODEL_CLASSES, TINY, aligned, assert_equal, images
+from huggingface_hub import ModelCard
+from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, BitImageProcessor
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from adaperceiver import (
+    AdaPerceiverBackbone,
+    AdaPerceiverConfig,
+    AdaPerceiverForDepthEstimation,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+    AdaPerceiverForSemanticSegmentation,
+    AdaPerceiverModel,
+    AdaptiveConfig,
+)
+
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCES = {path.name for path in (REPOSITORY / "modeling").glob("*_adaperceiver.py")}
+WITHOUT_SOURCES = {"README.md", "adaptive_config.json", "config.json", "model.safetensors", "preprocessor_config.json"}
+TASKS = {
+    AdaPerceiverModel: "image-feature-extraction",
+    AdaPerceiverForImageClassification: "image-classification",
+    AdaPerceiverForSemanticSegmentation: "image-segmentation",
+    AdaPerceiverForDepthEstimation: "depth-estimation",
+    AdaPerceiverForDistillation: "image-classification",
+    AdaPerceiverBackbone: "image-feature-extraction",
+}
+
+
+def files_of(folder):
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def config_of(folder):
+    return json.loads(Path(folder, "config.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_a_folder_holds_weights_configs_processor_card_and_the_source_files(model_class, tiny_model, tmp_path):
+    tiny_model(model_class).save_pretrained(tmp_path)
+    assert files_of(tmp_path) == WITHOUT_SOURCES | SOURCES
+    for name in SOURCES - {"configuration_adaperceiver.py"}:
+        assert (tmp_path / name).read_text() == (REPOSITORY / "modeling" / name).read_text()
+    configuration = (REPOSITORY / "configuration" / "configuration_adaperceiver.py").read_text()
+    assert (tmp_path / "configuration_adaperceiver.py").read_text().startswith(configuration)
+
+    config, task = config_of(tmp_path), TASKS[model_class]
+    assert set(config["auto_map"]) == {
+        "AutoConfig",
+        "AutoModel",
+        "AutoModelForImageClassification",
+        "AutoModelForSemanticSegmentation",
+        "AutoModelForDepthEstimation",
+        "AutoBackbone",
+    }
+    assert list(config["custom_pipelines"]) == [task]  # several would stop transformers from inferring the task
+    metadata = ModelCard.load(tmp_path / "README.md").data
+    assert (metadata.library_name, metadata.pipeline_tag, metadata.tags) == ("transformers", task, ["adaperceiver"])
+
+
+@pytest.mark.parametrize("entry", ["modeling_adaperceiver.py", "pipeline_adaperceiver.py"])
+def test_the_remote_loader_finds_every_source_file_from_the_entry(entry, tiny_model, tmp_path):
+    """It follows `from .file import`, and brings nothing else; saving again needs all files."""
+    tiny_model(AdaPerceiverModel).save_pretrained(tmp_path)
+    reached = {Path(path).name for path in get_relative_import_files(tmp_path / entry)}
+    assert reached | {entry} == SOURCES
+
+
+def test_a_folder_without_code_names_no_code_and_loads_with_the_package(tiny_model, tmp_path):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    model.save_pretrained(tmp_path / "with")
+    loaded = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "with")
+    loaded.save_pretrained(tmp_path / "without", save_code=False)  # though its config came with code
+    assert files_of(tmp_path / "without") == WITHOUT_SOURCES
+    assert not {"auto_map", "custom_pipelines"} & set(config_of(tmp_path / "without"))
+    assert "trust_remote_code" not in (tmp_path / "without" / "README.md").read_text()
+
+    found = AutoModelForImageClassification.from_pretrained(tmp_path / "without")
+    assert type(found) is AdaPerceiverForImageClassification
+    assert_equal(found.state_dict(), model.state_dict())
+    found.save_pretrained(tmp_path / "with-again")
+    assert config_of(tmp_path / "with-again") == config_of(tmp_path / "with")
+
+
+def test_saving_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):
+    model = tiny_model(AdaPerceiverForSemanticSegmentation)
+    config, before = model.config, model.config.to_dict()
+    model.save_pretrained(tmp_path)
+    assert model.config is config
+    assert model.config.to_dict() == before
+    assert config_of(tmp_path)["output_tokens"] == "dense"
+    assert config_of(tmp_path)["architectures"] == ["AdaPerceiverForSemanticSegmentation"]
+
+
+def test_a_failed_save_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):
+    model = tiny_model(AdaPerceiverModel)
+    config, before = model.config, model.config.to_dict()
+    with pytest.raises(ValueError, match="nonsense"):
+        model.save_pretrained(tmp_path, max_shard_size="nonsense")
+    assert model.config is config
+    assert model.config.to_dict() == before
+
+
+def test_a_model_card_and_an_image_processor_that_are_there_stay(tiny_model, tmp_path, caplog):
+    (tmp_path / "README.md").write_text("mine")
+    BitImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    processor = (tmp_path / "preprocessor_config.json").read_text()
+    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path, model_card="another")
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert f"`model_card` is not written, since {tmp_path / 'README.md'} exists" in caplog.text
+    assert (tmp_path / "preprocessor_config.json").read_text() == processor
+
+
+@pytest.mark.parametrize(
+    "given", ["# Mine\n", "---\nlicense: mit\ntags: [a, b]\n---\n# Mine\n"], ids=["text", "metadata"]
+)
+def test_a_model_card_of_ones_own_keeps_its_text_and_gains_metadata(given, tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForDepthEstimation).save_pretrained(tmp_path, model_card=given)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.strip() == "# Mine"
+    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "depth-estimation")
+    assert (card.data.license, card.data.tags) == (("mit", ["a", "b"]) if "mit" in given else (None, ["adaperceiver"]))
+
+
+def test_a_process_that_is_not_the_main_one_writes_nothing(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverModel).save_pretrained(tmp_path, is_main_process=False)
+    assert files_of(tmp_path) == set()
+
+
+def test_accelerate_saves_the_state_dict_that_it_is_given(tiny_model, tmp_path):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    doubled = {name: 2 * tensor for name, tensor in accelerator.get_state_dict(prepared).items()}
+    accelerator.unwrap_model(prepared).save_pretrained(
+        tmp_path,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=doubled,
+        max_shard_size="50KB",
+    )
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert_equal(loaded.state_dict(), {name: 2 * tensor for name, tensor in model.state_dict().items()})
+
+
+def test_an_adapter_is_saved_alone_and_finds_its_base_model(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path / "base")
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "base")
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    assert files_of(tmp_path / "adapter") == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "adaptive_config.json",
+    }
+    loaded = aligned(AutoModelForImageClassification.from_pretrained(tmp_path / "adapter"))
+    pixel_values = images()
+    assert_equal(loaded(pixel_values, width=16).logits, aligned(model)(pixel_values, width=16).logits)
+
+
+def test_a_peft_model_is_saved_and_merged(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path / "base")
+    base = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["fc2"], init_lora_weights=False)).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    assert SOURCES.isdisjoint(files_of(tmp_path / "adapter"))
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = aligned(AutoModelForImageClassification.from_pretrained(tmp_path / "merged"))
+    assert_equal(loaded(pixel_values := images()).logits, aligned(merged)(pixel_values).logits)
+
+
+def test_a_registered_class_of_ones_own_is_saved_with_its_file(tiny_model, tmp_path, monkeypatch):
+    module = tmp_path / "my_classifier.py"
+    module.write_text(
+        "from adaperceiver import AdaPerceiverForImageClassification\n\n\n"
+        "class MyClassifier(AdaPerceiverForImageClassification):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_classifier import MyClassifier
+
+    MyClassifier.register_for_auto_class("AutoModelForImageClassification")
+    MyClassifier(AdaPerceiverConfig(**TINY)).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "my_classifier.py").read_text() == module.read_text()
+    auto_map = config_of(tmp_path / "model")["auto_map"]
+    assert auto_map["AutoModelForImageClassification"] == "my_classifier.MyClassifier"
+    assert auto_map["AutoModel"] == "modeling_adaperceiver.AdaPerceiverModel"
+
+
+# ------------------------------------------------------------------------------------------------------ pushing
+
+
+class FakeHub:
+    """One repository, in a folder."""
+
+    def __init__(self, folder):
+        self.folder, self.commits = folder, []
+        folder.mkdir()
+
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=f"someone/{repo_id}")
+
+    def file_exists(self, repo_id, name, **kwargs):
+        return (self.folder / name).exists()
+
+    def hf_hub_download(self, repo_id, name, **kwargs):
+        return self.folder / name
+
+    def create_commit(self, repo_id, operations, **kwargs):
+        for operation in operations:
+            shutil.copy(operation.path_or_fileobj, self.folder / operation.path_in_repo)
+        self.commits.append(
+            {"repo_id": repo_id, "files": {operation.path_in_repo for operation in operations}, **kwargs}
+        )
+        return "the commit"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    hub = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.utils.hub._hf_api", hub)
+    return hub
+
+
+def test_a_push_uploads_the_folder_with_our_card(tiny_model, hub):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    assert model.push_to_hub("tiny", commit_message="First", tags=["tested"]) == "the commit"
+    assert files_of(hub.folder) == WITHOUT_SOURCES | SOURCES
+    card = ModelCard.load(hub.folder / "README.md")
+    assert 'from_pretrained("someone/tiny", trust_remote_code=True)' in card.text
+    assert card.data.tags == ["adaperceiver", "tested"]
+    assert (hub.commits[0]["repo_id"], hub.commits[0]["commit_message"]) == ("someone/tiny", "First")
+    assert_equal(AutoModelForImageClassification.from_pretrained(hub.folder).state_dict(), model.state_dict())
+
+
+def test_a_push_without_code_uploads_none(tiny_model, hub):
+    tiny_model(AdaPerceiverForImageClassification).push_to_hub("tiny", save_code=False, model_card="# Mine")
+    assert files_of(hub.folder) == WITHOUT_SOURCES
+    assert "auto_map" not in config_of(hub.folder)
+    assert ModelCard.load(hub.folder / "README.md").text.strip() == "# Mine"
+
+
+@pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])
+def test_a_push_leaves_the_card_and_processor_of_the_repository_alone(by, tiny_model, hub, tmp_path):
+    (hub.folder / "README.md").write_text("mine")
+    (hub.folder / "preprocessor_config.json").write_text('{"image_processor_type": "BitImageProcessor"}')
+    model = tiny_model(AdaPerceiverForImageClassification)
+    if by == "push_to_hub":
+        model.push_to_hub("tiny")
+    else:
+        model.save_pretrained(tmp_path / "tiny", push_to_hub=True, commit_message="Second")
+        assert (tmp_path / "tiny" / "README.md").read_text() == "mine"
+        assert hub.commits[0]["commit_message"] == "Second"
+    assert hub.commits[0]["files"] == {"adaptive_config.json", "config.json", "model.safetensors"} | SOURCES
+    assert (hub.folder / "README.md").read_text() == "mine"
+    assert "Bit" in (hub.folder / "preprocessor_config.json").read_text()
+
+
+def test_a_push_of_parts_of_the_weights_is_refused(tiny_model, hub, tmp_path):
+    with pytest.raises(ValueError, match="`distributed_checkpoint=False`"):
+        tiny_model(AdaPerceiverModel).save_pretrained(tmp_path, push_to_hub=True, distributed_checkpoint=True)
+    assert hub.commits == []
+
+
+def test_an_unknown_argument_of_a_push_is_refused(tiny_model, hub):
+    with pytest.raises(TypeError, match="save_cod"):
+        tiny_model(AdaPerceiverModel).push_to_hub("tiny", save_cod=False)
+
+
+# -------------------------------------------------------------------------------------------------- remote code
+
+
+@pytest.fixture(scope="module")
+def site_without_the_package(tmp_path_factory):
+    """Links to everything that is installed, except this package, however it is installed."""
+    site = tmp_path_factory.mktemp("site")
+    for folder in (Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")):
+        for path in folder.iterdir():
+            if "adaperceiver" not in path.name and not (site / path.name).exists():
+                (site / path.name).symlink_to(path)
+    return site
+
+
+@pytest.fixture
+def run(site_without_the_package, tmp_path):
+    """Run a function of this file in a Python of its own, in `tmp_path`, with the package or without."""
+
+    def run(function, with_package=False):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "home" / "modules")}
+        command = [sys.executable]
+        if not with_package:
+            environment["PYTHONPATH"] = str(site_without_the_package)
+            command.append("-S")  # no site-packages, no editable installs
+        command += ["-c", f"{inspect.getsource(function)}\n\n{function.__name__}()"]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+
+    return run
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """A folder per class in `tmp_path`, and what the models say about one batch of images in `expected.pt`."""
+    pixel_values, expected = images(), {}
+    for model_class in MODEL_CLASSES:
+        model = tiny_model(model_class)
+        model.adaptive_config = AdaptiveConfig(tokens=8)
+        model.save_pretrained(tmp_path / model_class.__name__)
+        expected[model_class.__name__] = model(pixel_values, width=16).to_tuple()
+        expected[f"trunk of {model_class.__name__}"] = model.base_model(pixel_values, width=16).to_tuple()
+    torch.save((pixel_values, expected), tmp_path / "expected.pt")
+
+
+def load_with_transformers_alone():
+    import importlib.util
+    import json
+    import re
+    import shutil
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    import PIL.Image
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    assert importlib.util.find_spec("adaperceiver") is None
+    pixel_values, expected = torch.load("expected.pt")
+    PIL.Image.new("RGB", (60, 40), "red").save("image.jpg")
+    remote = {"trust_remote_code": True}
+
+    def close(actual, name):
+        torch.testing.assert_close(actual(pixel_values, width=16).to_tuple(), expected[name], rtol=1e-5, atol=1e-5)
+        assert actual.adaptive_config.tokens == 8, name
+
+    def sources(folder):
+        return {path.name: path.read_bytes() for path in Path(folder).glob("*.py")}
+
+    # `AutoBackbone` asks the hub first, even about a folder; the answer is yes.
+    transformers.models.auto.auto_factory.hf_api = lambda: SimpleNamespace(repo_exists=lambda name: True)
+    for auto_class, name in (
+        ("AutoModel", "AdaPerceiverModel"),
+        ("AutoModelForImageClassification", "AdaPerceiverForImageClassification"),
+        ("AutoModelForSemanticSegmentation", "AdaPerceiverForSemanticSegmentation"),
+        ("AutoModelForDepthEstimation", "AdaPerceiverForDepthEstimation"),
+        ("AutoBackbone", "AdaPerceiverBackbone"),
+    ):
+        model = getattr(transformers, auto_class).from_pretrained(name, **remote)
+        assert type(model).__name__ == name
+        close(model, name)
+    folder = "AdaPerceiverForDistillation"  # has no auto class
+    close(get_class_from_dynamic_module(f"modeling_adaperceiver.{folder}", folder).from_pretrained(folder), folder)
+
+    for folder in (path.name for path in Path().glob("AdaPerceiver*")):
+        assert type(AutoConfig.from_pretrained(folder, **remote)).__name__ == "AdaPerceiverConfig"
+        close(AutoModel.from_pretrained(folder, **remote), f"trunk of {folder}")
+        processor = AutoImageProcessor.from_pretrained(folder, **remote)
+        assert processor(PIL.Image.open("image.jpg"), return_tensors="pt")["pixel_values"].shape[:2] == (1, 3)
+        snippet = re.search(r"```python\n(.*?)```", Path(folder, "README.md").read_text(), re.DOTALL)[1]
+        exec(snippet, {})
+
+        pipe = pipeline(model=folder, **remote)
+        assert type(pipe).__name__.startswith("AdaPerceiver")
+        assert pipe("image.jpg", tokens=4, report=True)["report"]["tokens"] == 4
+        assert "AdaPerceiver" in str(pipe.model.config)  # transformers leaves classes in configs, which have no JSON
+        pipe.save_pretrained(f"{folder}-pipe")
+        assert sources(f"{folder}-pipe") == sources(folder)
+        assert pipeline(model=f"{folder}-pipe", **remote).task == pipe.task
+
+    folder = "AdaPerceiverForImageClassification"
+    model = AutoModelForImageClassification.from_pretrained(folder, **remote)
+    model.save_pretrained("again")
+    model.save_pretrained("bare", save_code=False)
+    assert sources("again") == sources(folder)
+    assert json.loads(Path("again/config.json").read_text()) == json.loads(Path(folder, "config.json").read_text())
+    close(AutoModelForImageClassification.from_pretrained("again", **remote), folder)
+    assert sources("bare") == {}
+    assert "auto_map" not in json.loads(Path("bare/config.json").read_text())
+    config = AutoConfig.from_pretrained(folder, **remote)
+    assert AutoModelForImageClassification.from_config(config, **remote)(pixel_values).logits.shape == (2, 10)
+
+    # The hub, as far as its cache goes.
+    repository = Path("home/hub/models--someone--tiny.model")
+    shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    model = AutoModelForImageClassification.from_pretrained("someone/tiny.model", **remote)
+    close(model, folder)
+    model.save_pretrained("from-the-hub")
+    assert sources("from-the-hub") == sources(folder)
+    assert pipeline(model="someone/tiny.model", **remote)("image.jpg", width=16, top_k=1)
+
+
+def test_every_folder_loads_runs_and_saves_again_with_transformers_alone(saved, run):
+    run(load_with_transformers_alone)
+
+
+def load_before_and_after_importing_the_package():
+    import sys
+
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    pixel_values, expected = torch.load("expected.pt")
+    folder = "AdaPerceiverForImageClassification"
+
+    def load(**kwargs):
+        model = AutoModelForImageClassification.from_pretrained(folder, **kwargs)
+        logits = model(pixel_values, width=16).logits
+        torch.testing.assert_close(logits, expected[folder][0], rtol=1e-5, atol=1e-5)
+        return model
+
+    remote = load(trust_remote_code=True)
+    assert "adaperceiver" not in sys.modules
+    assert type(remote).__module__.startswith("transformers_modules.")
+
+    import adaperceiver
+
+    for kwargs in ({}, {"trust_remote_code": True}):
+        assert type(load(**kwargs)) is adaperceiver.AdaPerceiverForImageClassification
+        processor = AutoImageProcessor.from_pretrained(folder, **kwargs)
+        assert type(processor).__module__ == "adaperceiver.image_processing_adaperceiver"
+    pipe = pipeline(model=folder, trust_remote_code=True)  # remote, around a model of the package
+    assert type(pipe.model) is adaperceiver.AdaPerceiverForImageClassification
+    assert pipe(processor_input := __import__("PIL.Image").Image.new("RGB", (50, 50)), tokens=4)
+    assert pipe(processor_input, exit_threshold=0.1)
+
+    remote.save_pretrained("saved-by-remote-code")
+    folder = "saved-by-remote-code"
+    assert type(load_again := AutoModelForImageClassification.from_pretrained(folder)) is type(pipe.model)
+    assert load_again.adaptive_config == adaperceiver.AdaptiveConfig(tokens=8)
+
+
+def test_remote_code_and_the_installed_package_do_not_clash(saved, run):
+    run(load_before_and_after_importing_the_package, with_package=True)
+
+
+def load_two_versions_at_once():
+    import shutil
+    from concurrent.futures import ThreadPoolExecutor
+    from pathlib import Path
+
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    pixel_values, expected = torch.load("expected.pt")
+    original = "AdaPerceiverForImageClassification"
+    shutil.copytree(original, "edited")
+    source = Path("edited/modeling_adaperceiver.py")
+    text = source.read_text()
+    doubled = text.replace("logits = self.classifier(", "logits = 2 * self.classifier(")
+    assert doubled != text
+    source.write_text(doubled)
+
+    def load(folder):
+        return AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
+
+    # Saved by two versions of the code to folders of the same name, with the same configuration file at first sight.
+    load(original).save_pretrained("first/model")
+    load("edited").save_pretrained("second/model")
+    folders = ["first/model", "second/model"] * 4
+    with ThreadPoolExecutor(4) as executor:
+        models = list(executor.map(load, folders))
+    for folder, model in zip(folders, models):
+        factor = 1 if folder.startswith("first") else 2
+        logits = model(pixel_values, width=16).logits
+        torch.testing.assert_close(logits, factor * expected[original][0], rtol=1e-5, atol=1e-5)
+
+
+def test_two_versions_of_the_code_loaded_at_once_do_not_mix(saved, run):
+    run(load_two_versions_at_once)
+
+
+def test_the_auto_classes_of_a_folder_load_the_image_processor_of_the_task(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForSemanticSegmentation).save_pretrained(tmp_path)
+    assert AutoImageProcessor.from_pretrained(tmp_path).do_reduce_labels
+    assert type(AutoModel.from_pretrained(tmp_path)) is AdaPerceiverModel
