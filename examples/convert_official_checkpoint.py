@@ -456,7 +456,8 @@ def convert(arguments: Arguments) -> AdaPerceiverPreTrainedModel:
         for name, official_name in SETTINGS.items():
             if settings[name] is None:
                 settings[name] = official.get(official_name)
-        print(f"{config_file} has {', '.join(official)}; read: {', '.join(official.keys() & set(SETTINGS.values()))}")
+        read = [name for name in official if name in SETTINGS.values()]
+        print(f"{config_file} has {', '.join(official)}; read: {', '.join(read) or 'nothing'}")
     model = build_model(tensors, task, **{name: value for name, value in settings.items() if value is not None})
 
     config = model.config

@@ -12,20 +12,10 @@ from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification,
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from convert_official_checkpoint import TASKS, our_name, rename
+import convert_official_checkpoint as converter
 
 
-__all__ = [
-    "CONFIG",
-    "FIXTURES",
-    "TINY",
-    "official_classifier",
-    "official_model",
-    "official_tensors",
-    "our_name",
-    "recorded",
-]
-
+our_name = converter.our_name
 FIXTURES = Path(__file__).parent / "fixtures"
 PARTS = {  # of the weights, by task
     "classification": ("trunk", "cls"),
@@ -67,10 +57,10 @@ def official_tensors(task: str) -> dict[str, torch.Tensor]:
 
 def official_model(model_class: type[AdaPerceiverPreTrainedModel], **changes) -> AdaPerceiverPreTrainedModel:
     """Our model with the official model's weights; `changes` go to the config."""
-    task = next(task for task, task_class in TASKS.items() if task_class is model_class)
+    task = next(task for task, task_class in converter.TASKS.items() if task_class is model_class)
     changes = {"num_labels": 5 if task == "segmentation" else 10, **changes}
     model = model_class(AdaPerceiverConfig(**{**TINY, **changes}))
-    model.load_state_dict(rename(official_tensors(task), task), strict=True)
+    model.load_state_dict(converter.rename(official_tensors(task), task), strict=True)
     return model.eval()
 
 
