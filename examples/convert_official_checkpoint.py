@@ -120,18 +120,26 @@ class Arguments:
     overwrite: bool = field(default=False, metadata={"help": "Replace the model in the output folder, if it has one."})
     push_to_hub: str | None = field(default=None, metadata={"help": "The hub id to upload the converted model to."})
 
-    # What shapes cannot tell. Default: what config.json beside the weights says, or else the paper's value.
-    num_attention_heads: int | None = field(default=None, metadata={"help": "Heads; 13 in the paper."})
-    max_latent_tokens: int | None = field(default=None, metadata={"help": "Latents in training; 256 in the paper."})
+    # What shapes cannot tell: as given here, or else as in config.json beside the weights, or else as in the paper.
+    num_attention_heads: int | None = field(
+        default=None, metadata={"help": "Heads; if not given, those of config.json or 13."}
+    )
+    max_latent_tokens: int | None = field(
+        default=None, metadata={"help": "Latents in training; if not given, those of config.json or 256."}
+    )
     token_granularities: list[int] | None = field(
-        default=None, metadata={"help": "Trained token counts; 32 64 96 128 192 256 in the paper."}
+        default=None,
+        metadata={"help": "Trained token counts; if not given, those of config.json or 1/8 to all of the latents."},
     )
-    widths: list[int] | None = field(default=None, metadata={"help": "Trained widths; 416 624 832 in the paper."})
+    widths: list[int] | None = field(
+        default=None, metadata={"help": "Trained widths; if not given, 1/2, 3/4 and all of the hidden size."}
+    )
     ffn_ratio: float | None = field(
-        default=None, metadata={"help": "Hidden units per unit of width; shapes tell it roughly. 2.57 in the paper."}
+        default=None,
+        metadata={"help": "Hidden units per unit of width; if not given, that of config.json or 2.57 if it fits."},
     )
-    hidden_act: str | None = field(default=None, metadata={"help": "Activation of the FFNs; gelu in the paper."})
-    rope_theta: float | None = field(default=None, metadata={"help": "Base of RoPE; 10000 in the paper."})
+    hidden_act: str | None = field(default=None, metadata={"help": "Activation of the FFNs; if not given, gelu."})
+    rope_theta: float | None = field(default=None, metadata={"help": "Base of RoPE; if not given, 10000."})
 
 
 # --- from files to tensors
@@ -196,7 +204,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def load_file_of_any_kind(file: Path) -> dict[str, Any]:
+def load(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -217,7 +225,7 @@ def load_tensors(files: list[Path], key: str | None) -> dict[str, torch.Tensor]:
     """The official model's tensors under their official names."""
     loaded = {}
     for file in files:
-        loaded |= load_file_of_any_kind(file)
+        loaded |= load(file)
     found = state_dicts(loaded)
     where = ", ".join(str(file) for file in files)
     if not found:
@@ -232,7 +240,7 @@ def load_tensors(files: list[Path], key: str | None) -> dict[str, torch.Tensor]:
         raise ValueError(f"`key` must be {allowed} for {where}, got {key}.")
     tensors = {}
     for stored_name, tensor in found[key].items():
-        name = WRAPPERS.sub("", stored_name)
+        name = WRAPPERS.sub("", str(stored_name))
         if name in COUNTERS:
             continue
         if name in tensors or not isinstance(tensor, torch.Tensor):
@@ -372,9 +380,9 @@ def build_model(tensors: dict[str, torch.Tensor], task: str, **settings) -> AdaP
 
 
 @torch.no_grad()
-def compare(model: AdaPerceiverPreTrainedModel, task: str, file: str, tolerance: float) -> None:
+def compare(model: AdaPerceiverPreTrainedModel, task: str, file: Path, tolerance: float) -> None:
     """Print how far the model is from each recorded output; raise if one is further than `tolerance`."""
-    recorded = load_file_of_any_kind(Path(file))
+    recorded = load(file)
     keys = sorted(recorded.keys() - {"pixel_values"})
     if "pixel_values" not in recorded or not keys:
         raise ValueError(
@@ -442,8 +450,11 @@ def convert(arguments: Arguments) -> AdaPerceiverPreTrainedModel:
     """All of it. If a step fails, it raises and nothing has been written."""
     output = Path(arguments.output).resolve()
     check_output(output, arguments.overwrite)
-    if arguments.expected is not None and not Path(arguments.expected).is_file():
-        raise ValueError(f"`expected` must be a .safetensors file that exists, got {arguments.expected}.")
+    if Path(arguments.checkpoint).resolve().is_relative_to(output):
+        raise ValueError(f"`output` must not hold the checkpoint {arguments.checkpoint}, got {output}.")
+    expected = arguments.expected and Path(arguments.expected)
+    if expected is not None and (expected.suffix != ".safetensors" or not expected.is_file()):
+        raise ValueError(f"`expected` must be a .safetensors file that exists, got {expected}.")
 
     files = find_files(arguments.checkpoint, arguments.revision)
     print(f"reading {', '.join(map(str, files))}")
@@ -463,14 +474,14 @@ def convert(arguments: Arguments) -> AdaPerceiverPreTrainedModel:
     config = model.config
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
     print(
-        f"{type(model).__name__}: {len(tensors)} tensors ({dtypes}), {model.num_parameters() / 1e6:.1f} M parameters"
+        f"{type(model).__name__}: {len(tensors)} tensors ({dtypes}, to be saved in float32), {model.num_parameters() / 1e6:.1f} M parameters"
     )
     print(f"by the shapes: {config.num_hidden_layers} blocks of {config.hidden_size}, images of {config.image_size}")
     print(f"not in the shapes: {', '.join(f'{name}={getattr(config, name)}' for name in SETTINGS)}")
-    if arguments.expected is None:
+    if expected is None:
         print("no recorded outputs to compare with (--expected)")
     else:
-        compare(model, task, arguments.expected, arguments.tolerance)
+        compare(model, task, expected, arguments.tolerance)
     save(model, output)
     print(f"wrote {output}")
     if arguments.push_to_hub is not None:
