@@ -1,6 +1,6 @@
 """The official model's tiny reference: its weights under our names, its inputs, its outputs (see fixtures/README.md)."""
 
-import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,41 +10,19 @@ from safetensors.torch import load_file
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, AdaPerceiverPreTrainedModel
 
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import convert_official_checkpoint as converter
+
+
+our_name = converter.our_name
 FIXTURES = Path(__file__).parent / "fixtures"
-
-# fmt: off
-NAMES = [  # official -> ours, applied one after the other
-    (r"^patch_embed\.pos_embed$",              r"adaperceiver.embeddings.position_embeddings"),
-    (r"^patch_embed\.embed\.proj\.",           r"adaperceiver.embeddings.patch_embeddings."),
-    (r"^patch_embed\.",                        r"adaperceiver.embeddings."),
-    (r"^process_latents\.token$",              r"adaperceiver.read.latent_token"),
-    (r"^read_head\.",                          r"adaperceiver.read.cross_attention."),
-    (r"^blocks\.(\d+)\.attn\.",                r"adaperceiver.layers.\1.attention."),
-    (r"^blocks\.(\d+)\.ls([12])\.",            r"adaperceiver.layers.\1.layer_scale\2."),
-    (r"^blocks\.",                             r"adaperceiver.layers."),
-    (r"^output_latents\.token$",               r"adaperceiver.class_readout.output_token"),
-    (r"^output_adapter\.ffn\.(weight|bias)$",  r"classifier.\1"),
-    (r"^output_latents_feat\.proj\.",          r"adaperceiver.dense_readout.projection."),
-    (r"^output_adapter_feat\.",                r"feature_adapter."),
-    (r"^write_head_feat\.",                    r"adaperceiver.dense_readout.write."),
-    (r"^write_head\.",                         r"adaperceiver.class_readout.write."),
-    (r"^head\.bn\.",                           r"head.norm."),
-    (r"\.cattn\.",                             r"."),
-    (r"\.src_norm\.",                          r".source_norm."),
-    (r"\.snk_norm\.",                          r".sink_norm."),
-    (r"(attention|write)\.([qkv])\.",          r"\1.\2_proj."),
-    (r"(attention|write)\.proj\.",             r"\1.o_proj."),
-]
-DENSE_NAMES = [  # what a segmentation or depth model of the official code calls by the classifier's names
-    (r"^backbone\.",                           r""),
-    (r"^output_latents\.proj\.",               r"output_latents_feat.proj."),
-    (r"^output_adapter\.(norm|ffn\.fc)",       r"output_adapter_feat.\1"),
-    (r"^write_head\.",                         r"write_head_feat."),
-]
-SEGMENTATION_NAMES = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.classifier.")]
-DEPTH_NAMES        = [*DENSE_NAMES, (r"^head\.conv_seg\.", r"head.bins.")]
-# fmt: on
-
+PARTS = {  # of the weights, by task
+    "classification": ("trunk", "cls"),
+    "distillation": ("trunk", "cls", "distill"),
+    "segmentation": ("trunk", "dense", "seg"),
+    "depth": ("trunk", "dense", "depth"),
+}
 TINY = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -66,35 +44,23 @@ def recorded() -> dict[str, torch.Tensor]:
     return load_file(FIXTURES / "io.safetensors")
 
 
-def our_name(name: str, names: list[tuple[str, str]] = NAMES) -> str:
-    for pattern, replacement in names:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def parameters(prefixes: list[str], names: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """The reference weights whose names in the file start with one of `prefixes`, under our names."""
-    state_dict = {}
+def official_tensors(task: str) -> dict[str, torch.Tensor]:
+    """The reference weights of `task` as the official model stores them."""
+    tensors = {}
     for stored_name, tensor in load_file(FIXTURES / "weights.safetensors").items():
-        prefix, name = stored_name.split(".", 1)
-        if prefix in prefixes:
-            name = our_name(name, names)
-            state_dict[name] = tensor.view(1, 1, -1) if name.endswith("_token") else tensor
-    return state_dict
+        part, name = stored_name.split(".", 1)
+        if part in PARTS[task]:
+            backbone = "dense" in PARTS[task] and part in ("trunk", "dense")
+            tensors[f"backbone.{name}" if backbone else name] = tensor
+    return tensors
 
 
 def official_model(model_class: type[AdaPerceiverPreTrainedModel], **changes) -> AdaPerceiverPreTrainedModel:
     """Our model with the official model's weights; `changes` go to the config."""
-    task = model_class.__name__.removeprefix("AdaPerceiverFor")
-    prefixes, names = {
-        "ImageClassification": (["trunk", "cls"], NAMES),
-        "Distillation": (["trunk", "cls", "distill"], NAMES),
-        "SemanticSegmentation": (["trunk", "dense", "seg"], SEGMENTATION_NAMES + NAMES),
-        "DepthEstimation": (["trunk", "dense", "depth"], DEPTH_NAMES + NAMES),
-    }[task]
-    changes = {"num_labels": 5 if task == "SemanticSegmentation" else 10, **changes}
+    task = next(task for task, task_class in converter.TASKS.items() if task_class is model_class)
+    changes = {"num_labels": 5 if task == "segmentation" else 10, **changes}
     model = model_class(AdaPerceiverConfig(**{**TINY, **changes}))
-    model.load_state_dict(parameters(prefixes, names), strict=True)
+    model.load_state_dict(converter.rename(official_tensors(task), task), strict=True)
     return model.eval()
 
 
