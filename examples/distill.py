@@ -11,7 +11,7 @@ The recipe's values can be overridden on the command line; `--help` lists them a
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +60,12 @@ class DistillationArguments:
     init_from: str | None = field(default=None, metadata={"help": "A checkpoint to start from, e.g. another stage's."})
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
     distill: str = field(default="logits", metadata={"choices": ["logits", "features"]})
-    label_weight: float = field(default=0.0, metadata={"help": "Weight of the label loss beside the distillation."})
+    label_loss: bool = field(default=False, metadata={"help": "Add the label loss to that of the teacher's logits."})
     cached_views: int = field(
         default=0,
-        metadata={"help": "Keep that many views of every image, with the teacher's logits, and train on them in turn."},
+        metadata={
+            "help": "Keep that many views of every image, with the teacher's logits, and train on them in turn."
+        },
     )
 
 
@@ -71,11 +73,11 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
     model_class = AdaPerceiverForDistillation if args.distill == "features" else AdaPerceiverForImageClassification
     changes = {"adaptive_axes": args.adaptive_axes}
     if args.distill == "features":
-        changes["feature_size"] = teacher.feature_size
+        changes["feature_size"] = teacher.feature_size()
     if args.init_from is not None:
         # The feature adapter is new when a classifier goes on to features; the sizes of everything else must agree.
         student = model_class.from_pretrained(args.init_from, **changes)
-        teacher.check_labels(student.config.id2label)
+        teacher.check_labels(list(student.config.id2label.values()), f"--init_from {args.init_from}")
         return student
     text = Path(args.student).read_text() if os.path.isfile(args.student) else args.student
     labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
@@ -104,11 +106,11 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
     if not start(accelerator, run):
         return accelerator.print(f"{run.output_dir} is complete.")
-    teacher = Teacher(distillation, accelerator)
+    teacher = Teacher(distillation.teacher, accelerator, distillation.trust_remote_code)
     student = build_student(distillation, teacher)
     processor = image_processor_for(student.config, "image-classification")
-    training_data, validation_data = load_splits(data, student.config.image_size)
-    teacher.check_labels(label_names(training_data))
+    training_data, validation_data = load_splits(data)
+    teacher.check_labels(label_names(training_data), f"--dataset {data.dataset}")
     if distillation.distill == "features":  # what gets no gradient need not wait for one in other processes
         student.adaperceiver.class_readout.requires_grad_(False)
         student.classifier.requires_grad_(False)
@@ -118,8 +120,9 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     size, world, rank = optimization.micro_batch_size, accelerator.num_processes, accelerator.process_index
     steps = optimization.total_steps(None if isinstance(training_data, IterableDataset) else len(training_data))
     if distillation.cached_views:
-        views = cache_views(training_data, augment, teacher, distillation.cached_views, run, data.workers, accelerator)
-        batches = CachedMicroBatches(views, size, run.seed)
+        count, folder = distillation.cached_views, Path(run.output_dir).parent
+        views = cache_views(training_data, augment, teacher, count, folder, run.seed, data.workers, accelerator)
+        batches = CachedMicroBatches(views, count, len(training_data), size, run.seed)
     elif isinstance(training_data, IterableDataset):
         stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
         stream = split_dataset_by_node(stream, rank=rank, world_size=world)
@@ -144,9 +147,14 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
             generator = torch.Generator().manual_seed(hash((run.seed, step)) % 2**63)
             drawn[step] = OnceForAll.draw(config, distillation.adaptive_axes, optimization.batch_size, generator)
         once_for_all = drawn[step].of_images((batch["micro"] % (accumulation * world)) * size + batch["places"])
-        targets = teacher.targets(batch, distillation.distill, config)
-        if distillation.label_weight:
-            raise SystemExit
+        targets = {}
+        if distillation.distill == "features":
+            targets["teacher_features"] = teacher.features(batch["images"], (config.grid_size, config.grid_size))
+        else:
+            cached = batch.get("teacher_logits")
+            targets["teacher_logits"] = teacher.logits(batch["images"]) if cached is None else cached
+            if distillation.label_loss:
+                targets["labels"] = batch["labels"]
         return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
 
     train(
@@ -155,7 +163,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         loader_from,
         loss_of,
         evaluate=partial(evaluate, dataset=validation_data, processor=processor, accelerator=accelerator),
-        save=lambda *_: None,
+        save=lambda model, folder, metrics: model.save_pretrained(folder),
         run=run,
         optimization=optimization,
         steps=steps,
@@ -166,7 +174,9 @@ def main(arguments: list[str]) -> None:
     groups = [RunArguments, DataArguments, AugmentationArguments, OptimizationArguments, DistillationArguments]
     before = None
     for stage in parse(groups, arguments, RECIPES / "scenes.yaml"):
-        run, *_, distillation = stage
+        run, data, _, optimization, distillation = stage
+        if run.smoke:
+            shrink(run, data, optimization)
         if before is not None and distillation.init_from is None:
             distillation.init_from = os.path.join(before, "final")  # the EMA weights of the stage before
         run_stage(*stage)

@@ -22,12 +22,15 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import is_tensorboard_available, set_seed
 from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
 from PIL import Image as PILImage
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, get_scheduler
+
+from adaperceiver.image_processing_adaperceiver import to_rgb
 
 
 # ------------------------------------------------------------------------------------------------- arguments, recipes
@@ -47,12 +50,19 @@ class RunArguments:
     save_steps: int = 500
     eval_steps: int = field(default=1000, metadata={"help": "Steps between evaluations; 0 for one at the end."})
 
+    def log_with(self) -> str | None:
+        if self.tracker == "none":
+            return None
+        return self.tracker or ("tensorboard" if is_tensorboard_available() else None)
+
 
 @dataclass
 class DataArguments:
     dataset: str = field(
         default="scenes",
-        metadata={"help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards.'},
+        metadata={
+            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards.'
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
     train_split: str = "train"
@@ -61,7 +71,9 @@ class DataArguments:
     )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
-    streaming: bool = field(default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
+    )
     shuffle_buffer: int = 10_000
     train_samples: int | None = field(default=None, metadata={"help": "Use the first images alone, for a trial."})
     validation_samples: int | None = None
@@ -87,7 +99,9 @@ class OptimizationArguments:
     micro_batch_size: int = field(default=64, metadata={"help": "Images of one process in one forward pass."})
     epochs: float | None = None
     steps: int | None = field(default=None, metadata={"help": "Optimizer steps; wins over epochs."})
-    optimizer: str = field(default="soap", metadata={"help": "soap, nadamw or adamw.", "choices": ["soap", "nadamw", "adamw"]})
+    optimizer: str = field(
+        default="soap", metadata={"help": "soap, nadamw or adamw.", "choices": ["soap", "nadamw", "adamw"]}
+    )
     learning_rate: float = 1e-3
     weight_decay: float = 0.003
     beta1: float = 0.9
@@ -102,6 +116,16 @@ class OptimizationArguments:
     precondition_frequency: int = 100
     max_precondition_dim: int = 8192
     start_precondition_step: int = 500
+
+    def total_steps(self, images: int | None) -> int:
+        """`images` are those of an epoch, if they can be counted."""
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is None or images is None:
+            raise SystemExit(
+                "--steps must be given" + " for a stream, whose epochs cannot be counted." * (images is None)
+            )
+        return max(round(self.epochs * images / self.batch_size), 1)
 
 
 def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple]:
@@ -126,6 +150,35 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
             run = next(group for group in parsed[-1] if isinstance(group, RunArguments))
             run.output_dir = os.path.join(run.output_dir, f"stage{number}")
     return parsed
+
+
+def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArguments) -> None:
+    """Any recipe as a run of a minute or two, to see that everything is in its place."""
+    data.train_samples, data.validation_samples = 64, 32
+    optimization.batch_size = optimization.micro_batch_size = 8
+    optimization.steps, optimization.epochs, optimization.warmup_steps = 4, None, 1
+    optimization.start_precondition_step, optimization.precondition_frequency = 2, 2
+    run.log_steps, run.save_steps, run.eval_steps = 1, 2, 0
+
+
+def start(accelerator: Accelerator, run: RunArguments) -> bool:
+    """Prepare `output_dir`; False if the run in it is complete."""
+    folder = Path(run.output_dir)
+    if (folder / "final").exists() and run.resume:
+        return False
+    earlier = checkpoints(folder) or (folder / "final").exists()
+    if earlier and not run.resume and not run.overwrite:
+        raise SystemExit(
+            f"--output_dir {folder} holds an earlier run: --resume it, --overwrite it, or choose another."
+        )
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for old in [*checkpoints(folder), folder / "final", folder / "best"] if not run.resume else []:
+            shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    accelerator.wait_for_everyone()
+    set_seed(run.seed)
+    return True
 
 
 def known_recipes() -> list[str]:
@@ -200,7 +253,7 @@ def decode(sample: dict) -> torch.Tensor | None:
     try:
         stored = sample["image"]
         image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
-        return torch.from_numpy(np.array(as_rgb(image))).permute(2, 0, 1)
+        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
         return None
 
@@ -214,14 +267,16 @@ class Augment:
         import kornia.augmentation as K
         from kornia.augmentation.auto import RandAugment
 
-        self.args = args
+        self.args, self.size = args, image_size
         self.crop = K.RandomResizedCrop((image_size, image_size), scale=tuple(args.crop_scale))
         self.flip = K.RandomHorizontalFlip() if args.flip else None
         magnitude = args.randaugment_magnitude
         self.randaugment = RandAugment(n=args.randaugment_ops, m=magnitude) if magnitude else None
         self.erasing = K.RandomErasing(p=args.erasing) if args.erasing else None
         alpha = args.cutmix_alpha
-        self.cutmix = K.RandomCutMixV2(beta=alpha, use_correct_lambda=True, data_keys=["input", "class"]) if alpha else None
+        self.cutmix = (
+            K.RandomCutMixV2(beta=alpha, use_correct_lambda=True, data_keys=["input", "class"]) if alpha else None
+        )
 
     def __call__(self, images: Sequence[torch.Tensor], labels: torch.Tensor, seed: Sequence[int]) -> dict:
         """
@@ -275,7 +330,8 @@ class MicroBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, micro: int) -> dict[str, torch.Tensor]:
         indices = [self.index_at(position) for position in range(micro * self.size, (micro + 1) * self.size)]
-        return collate([self.dataset[index] for index in indices], indices, self.augment, [self.seed, micro])
+        samples = [self.dataset[index] for index in indices]
+        return {**collate(samples, indices, self.augment, [self.seed, micro]), "micro": torch.tensor(micro)}
 
 
 class StreamedMicroBatches(torch.utils.data.IterableDataset):
@@ -294,7 +350,8 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
                 samples.append(sample)
                 if len(samples) == self.size:
                     if micro >= self.skip:  # those before were trained on already; passing them decodes nothing
-                        yield collate(samples, range(self.size), self.augment, [self.seed, micro])
+                        batch = collate(samples, range(self.size), self.augment, [self.seed, micro])
+                        yield {**batch, "micro": torch.tensor(micro)}
                     micro, samples = micro + workers, []
             epoch += 1
 
@@ -319,7 +376,10 @@ def validation_batches(
         pairs = [(image, sample["label"]) for sample in samples if (image := decode(sample)) is not None]
         if pairs:
             pixel_values = processor([image for image, _ in pairs], return_tensors="pt").pixel_values
-            yield pixel_values.to(accelerator.device), torch.tensor([label for _, label in pairs], device=accelerator.device)
+            yield (
+                pixel_values.to(accelerator.device),
+                torch.tensor([label for _, label in pairs], device=accelerator.device),
+            )
 
 
 # ------------------------------------------------------------------------------------------------ optimizer, schedule
@@ -367,22 +427,28 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: OptimizationArgument
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def write_whole(folder: Path, write: Callable[[Path], None], accelerator: Accelerator) -> None:
-    """Have `write` fill a folder that appears under its name when it is complete, or not at all."""
+def write_whole(folder: Path, write: Callable[[Path], None], accelerator: Accelerator | None = None) -> None:
+    """
+    Have `write` fill a folder that appears under its name when it is complete, or not at all. With an `accelerator` all
+    processes take part.
+    """
     part = folder.with_name(f".{folder.name}.part")
-    if accelerator.is_main_process:
+    wait, main = (accelerator.wait_for_everyone, accelerator.is_main_process) if accelerator else (lambda: None, True)
+    if main:
         shutil.rmtree(part, ignore_errors=True)
-    accelerator.wait_for_everyone()
+    wait()
     try:
         write(part)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise SystemExit(f"{folder} could not be written ({error}). What was saved before is whole; --resume goes on.")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
+        raise SystemExit(
+            f"{folder} could not be written: {error}. What was saved before is whole, and --resume goes on from there."
+        ) from error
+    wait()
+    if main:
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
-    accelerator.wait_for_everyone()
+    wait()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -440,7 +506,9 @@ def train(
     accumulation = micro_batches_per_step(optimization, accelerator)
 
     def checkpoint() -> None:
-        write_whole(folder / f"checkpoint-{progress.step}", lambda part: accelerator.save_state(str(part)), accelerator)
+        write_whole(
+            folder / f"checkpoint-{progress.step}", lambda part: accelerator.save_state(str(part)), accelerator
+        )
         for old in checkpoints(folder)[:-2] if accelerator.is_main_process else []:
             shutil.rmtree(old)
 

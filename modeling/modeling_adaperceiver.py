@@ -509,7 +509,6 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         classifier = 2 * images * self.config.hidden_size * self.config.num_labels
         return {"classifier": classifier * (1 + len(point.probe_depths()))}
 
-    @torch.no_grad()
     def logits_by_tokens(
         self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
     ) -> torch.Tensor:
@@ -519,6 +518,26 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         `granularities` ascend and default to the trained ones; they must be among those of the block mask (or the last
         one any count up to `config.max_latent_tokens`), since only then do fewer tokens see what more would.
         """
+        return self._logits_grid(pixel_values, granularities, lambda depth: [depth], kwargs)[0]
+
+    def logits_grid(
+        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> torch.Tensor:
+        """
+        Logits at every depth and several token counts from one encoding, `(depths, granularities, batch, labels)`.
+
+        `granularities` as in `logits_by_tokens`; depths are 1 to `depth`, by default all.
+        """
+        return self._logits_grid(pixel_values, granularities, lambda depth: range(1, depth + 1), kwargs)
+
+    @torch.no_grad()
+    def _logits_grid(
+        self,
+        pixel_values: torch.Tensor,
+        granularities: Sequence[int] | None,
+        depths_up_to: Callable[[int], Sequence[int]],
+        kwargs: dict,
+    ) -> torch.Tensor:
         granularities = self.config.token_granularities if granularities is None else list(granularities)
         known = self.config.token_granularities
         last = granularities[-1] if granularities else 0
@@ -529,11 +548,16 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         point, kwargs = self._one_point(pixel_values, {"tokens": last}, **kwargs)
         if point.attention != "block" and len(granularities) > 1:
             raise ValueError(f'`attention` must be "block" for several token counts at once, got {point.attention!r}.')
-        model = self.adaperceiver
+        model, depths = self.adaperceiver, depths_up_to(point.depth)
         rope = rotary_embedding(self.config, last, pixel_values.device)
-        input_tokens = model.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
-        written = model.class_readout(model.encode(input_tokens, rope, point, kwargs), rope, prefixes=granularities)
-        return self.classifier(written).transpose(0, 1)
+        groups, folded = self.config.token_groups(last, point.attention), model.class_readout.fold(rope)
+        latents = model.read(model.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None)), rope)
+        written = []
+        for depth, layer in enumerate(model.layers[: point.depth], start=1):
+            latents = layer(latents, rope, groups, point.width, **kwargs)
+            if depth in depths:
+                written.append(model.class_readout(latents, rope, folded, granularities))
+        return self.classifier(torch.stack(written)).transpose(1, 2)
 
     def _one_point(
         self, pixel_values: torch.Tensor, given: dict | None = None, **kwargs: Unpack[AdaptiveKwargs]

@@ -58,6 +58,12 @@ class OnceForAll(NamedTuple):
         weights[layers] = dict(sorted(last.items()))
         return weights
 
+    def of_images(self, indices: Sequence[int]) -> "OnceForAll":
+        """The same step for some of the images: one draw can serve a batch that several processes share."""
+        if isinstance(self.width, int):
+            return self
+        return self._replace(width=tuple(self.width[index] for index in indices))
+
     def sorted_by_width(self, *tensors: torch.Tensor | None) -> tuple:
         """
         The same step with the images in the order of their widths, which the FFNs can slice: the step, that order, and the
