@@ -8,6 +8,7 @@ processor, a model card and the source files, which transformers runs with `trus
 import copy
 import hashlib
 import inspect
+import logging
 import os
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, logging
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 from transformers.utils.hub import hf_api
 
 from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, optional_file
@@ -27,7 +28,7 @@ from .cost_adaperceiver import AccuracyTable
 from .image_processing_adaperceiver import image_processor_for
 
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 MODEL_CARD_NAME = "README.md"
 HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -114,17 +115,20 @@ class HubMixin:
             Text of the model card, with or without metadata; missing metadata is added.
         """
         push_kwargs = {name: kwargs.pop(name) for name in PUSH_KWARGS if name in kwargs}
-        repo_id = push_kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+        writes = self.should_save_on_this_rank(is_main_process)
 
-        def save() -> None:
-            if self.should_save_on_this_rank(is_main_process):
-                self._save_beside_weights(save_directory, repo_id, save_code, model_card)
+        def save(name: str) -> None:
+            if writes:
+                self._save_beside_weights(save_directory, name, save_code, model_card)
             with self._config_to_save(save_code):
                 super(HubMixin, self).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
 
-        if push_to_hub and self.should_save_on_this_rank(is_main_process):
-            return push(self, save_directory, save, repo_id, **push_kwargs)
-        return save()
+        name = os.path.basename(os.path.abspath(save_directory))
+        if not (push_to_hub and writes):
+            return save(name)
+        if kwargs.get("distributed_checkpoint"):
+            raise ValueError("`push_to_hub` needs `distributed_checkpoint=False`: the hub takes whole weights.")
+        return push(self, save_directory, save, **{"repo_id": name, **push_kwargs})
 
     def push_to_hub(
         self,
@@ -151,12 +155,13 @@ class HubMixin:
         self.adaptive_config.save_pretrained(folder)
         if self.accuracy_table is not None:
             self.accuracy_table.save_pretrained(folder)
-        if getattr(self, "_hf_peft_config_loaded", False):
-            return  # transformers saves the adapter alone then
-        if save_code:
-            write_sources(folder)
-        if not os.path.exists(os.path.join(folder, IMAGE_PROCESSOR_NAME)):
-            image_processor_for(self.config, self.task).save_pretrained(folder)
+        if getattr(self, "_hf_peft_config_loaded", False):  # transformers saves the adapter alone then
+            text = text or f"\n# {name}\n\nAn adapter for an AdaPerceiver.\n"
+        else:
+            if save_code:
+                write_sources(folder)
+            if not os.path.exists(os.path.join(folder, IMAGE_PROCESSOR_NAME)):
+                image_processor_for(self.config, self.task).save_pretrained(folder)
         path = os.path.join(folder, MODEL_CARD_NAME)
         if not os.path.exists(path):
             build_model_card(self, name, save_code, text).save(path)
@@ -170,7 +175,7 @@ class HubMixin:
 
         transformers would add the code of classes that came from remote code, whatever `save_code` says: not for ours.
         """
-        config, ours = self.config, type(self).__module__.rpartition(".")[0] == __package__
+        config, ours = self.config, package_of(type(self).__module__) == package_of(__name__)
         self.config = copy.deepcopy(config)
         self.config.output_tokens = self.base_model.output_tokens  # so that `AutoModel` finds what the head used
         self.config._auto_class = None
@@ -203,7 +208,8 @@ class HubMixin:
         try:
             loaded = super().from_pretrained(source, *model_args, **kwargs)
         except SafetensorError as error:
-            raise OSError(f"Weights of {source} cannot be read: {unreadable_weights(source, hub_kwargs)}") from error
+            problem = unreadable_weights(source, hub_kwargs) or error
+            raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
         # `pipeline` leaves classes in it, which no JSON file can hold; saving writes it anew.
         vars(model.config).pop("custom_pipelines", None)
@@ -215,29 +221,33 @@ class HubMixin:
         return loaded
 
 
+def package_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
 def check_model_type(source: str | os.PathLike, config: Any, hub_kwargs: dict) -> None:
     """Refuse other models, whose weights transformers would leave out with a warning."""
     if config is None or isinstance(config, (str, os.PathLike)):
         source = source if config is None else config
+        where = f"the {CONFIG_NAME} of {source}"
         model_type = PreTrainedConfig.get_config_dict(source, **hub_kwargs)[0].get("model_type")
     else:
-        model_type = config.model_type
+        where, model_type = "`config`", config.model_type
     if model_type != AdaPerceiverConfig.model_type:
-        raise ValueError(
-            f"`model_type` in the {CONFIG_NAME} of {source} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}."
-        )
+        raise ValueError(f"`model_type` in {where} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}.")
 
 
 def unreadable_weights(source: str | os.PathLike, hub_kwargs: dict) -> str:
     """The files that safetensors cannot read, and why; its own errors do not name them."""
     problems = []
-    for path in sorted(Path(optional_file(source, CONFIG_NAME, **hub_kwargs)).parent.glob("*.safetensors")):
+    config_path = optional_file(source, CONFIG_NAME, **hub_kwargs) or os.path.join(source, CONFIG_NAME)
+    for path in sorted(Path(config_path).parent.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass
         except SafetensorError as error:
             problems.append(f"{path} ({error})")
-    return ", ".join(problems) + ". Is the file complete?"
+    return ", ".join(problems)
 
 
 def write_sources(folder: str | os.PathLike) -> None:
@@ -312,7 +322,7 @@ def build_model_card(model: Any, name: str, save_code: bool, text: str | None = 
 def push(
     model: Any,
     folder: str | os.PathLike,
-    save: Callable[[], None],
+    save: Callable[[str], None],
     repo_id: str,
     *,
     private: bool | None = None,
@@ -322,8 +332,8 @@ def push(
     **commit_kwargs,
 ) -> Any:
     """
-    Save to `folder`, and upload what changed there. A model card and an image processor that the repository has are
-    fetched first, so that they stay as well; transformers would write its own card over ours.
+    Run `save` with the name of the repository, and upload what changed in `folder`. A model card and an image processor
+    that the repository has are fetched first, so that they stay. (transformers' own push puts its card over ours.)
     """
     api = hf_api()
     repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
@@ -333,7 +343,7 @@ def push(
         if not os.path.exists(path) and api.file_exists(repo_id, name, **where):
             shutil.copyfile(api.hf_hub_download(repo_id, name, **where), path)
     before = model._get_files_timestamps(folder)
-    save()
+    save(repo_id)
     if tags:
         card = ModelCard.load(os.path.join(folder, MODEL_CARD_NAME))
         given, present = [tags] if isinstance(tags, str) else tags, card.data.tags or []

@@ -124,8 +124,9 @@ def test_a_model_card_and_an_image_processor_that_are_there_stay(tiny_model, tmp
     (tmp_path / "README.md").write_text("mine")
     BitImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     processor = (tmp_path / "preprocessor_config.json").read_text()
-    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path)
+    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path, model_card="another")
     assert (tmp_path / "README.md").read_text() == "mine"
+    assert f"`model_card` is not written, since {tmp_path / 'README.md'} exists" in caplog.text
     assert (tmp_path / "preprocessor_config.json").read_text() == processor
 
 
@@ -168,6 +169,7 @@ def test_an_adapter_is_saved_alone_and_finds_its_base_model(tiny_model, tmp_path
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     assert files_of(tmp_path / "adapter") == {
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "adaptive_config.json",
@@ -246,7 +248,7 @@ def test_a_push_uploads_the_folder_with_our_card(tiny_model, hub):
     assert model.push_to_hub("tiny", commit_message="First", tags=["tested"]) == "the commit"
     assert files_of(hub.folder) == WITHOUT_SOURCES | SOURCES
     card = ModelCard.load(hub.folder / "README.md")
-    assert 'from_pretrained("tiny", trust_remote_code=True)' in card.text
+    assert 'from_pretrained("someone/tiny", trust_remote_code=True)' in card.text
     assert card.data.tags == ["adaperceiver", "tested"]
     assert (hub.commits[0]["repo_id"], hub.commits[0]["commit_message"]) == ("someone/tiny", "First")
     assert_equal(AutoModelForImageClassification.from_pretrained(hub.folder).state_dict(), model.state_dict())
@@ -273,6 +275,12 @@ def test_a_push_leaves_the_card_and_processor_of_the_repository_alone(by, tiny_m
     assert hub.commits[0]["files"] == {"adaptive_config.json", "config.json", "model.safetensors"} | SOURCES
     assert (hub.folder / "README.md").read_text() == "mine"
     assert "Bit" in (hub.folder / "preprocessor_config.json").read_text()
+
+
+def test_a_push_of_parts_of_the_weights_is_refused(tiny_model, hub, tmp_path):
+    with pytest.raises(ValueError, match="`distributed_checkpoint=False`"):
+        tiny_model(AdaPerceiverModel).save_pretrained(tmp_path, push_to_hub=True, distributed_checkpoint=True)
+    assert hub.commits == []
 
 
 def test_an_unknown_argument_of_a_push_is_refused(tiny_model, hub):
@@ -413,6 +421,7 @@ def test_every_folder_loads_runs_and_saves_again_with_transformers_alone(saved, 
 def load_before_and_after_importing_the_package():
     import sys
 
+    import PIL.Image
     import torch
     from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
@@ -437,13 +446,12 @@ def load_before_and_after_importing_the_package():
         assert type(processor).__module__ == "adaperceiver.image_processing_adaperceiver"
     pipe = pipeline(model=folder, trust_remote_code=True)  # remote, around a model of the package
     assert type(pipe.model) is adaperceiver.AdaPerceiverForImageClassification
-    assert pipe(processor_input := __import__("PIL.Image").Image.new("RGB", (50, 50)), tokens=4)
-    assert pipe(processor_input, exit_threshold=0.1)
+    assert pipe(PIL.Image.new("RGB", (50, 50)), tokens=4, report=True)["report"]["tokens"] == 4
 
     remote.save_pretrained("saved-by-remote-code")
-    folder = "saved-by-remote-code"
-    assert type(load_again := AutoModelForImageClassification.from_pretrained(folder)) is type(pipe.model)
-    assert load_again.adaptive_config == adaperceiver.AdaptiveConfig(tokens=8)
+    again = AutoModelForImageClassification.from_pretrained("saved-by-remote-code")
+    assert type(again) is adaperceiver.AdaPerceiverForImageClassification
+    assert again.adaptive_config == adaperceiver.AdaptiveConfig(tokens=8)
 
 
 def test_remote_code_and_the_installed_package_do_not_clash(saved, run):
