@@ -7,13 +7,9 @@ random (nothing is downloaded), so the labels mean nothing; costs and times do n
 
 import torch
 from PIL import Image
-from transformers import BitImageProcessorPil
 
-from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
+from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, image_processor_for
 from adaperceiver.cost_adaperceiver import milliseconds
-
-
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as in training
 
 
 def main() -> None:
@@ -21,7 +17,7 @@ def main() -> None:
     # Half the paper's size in every direction but tokens.
     config = AdaPerceiverConfig(hidden_size=416, num_attention_heads=13, num_hidden_layers=10, num_labels=1000)
     model = AdaPerceiverForImageClassification(config).eval()
-    processor = BitImageProcessorPil(image_mean=MEAN, image_std=STD)
+    processor = image_processor_for(config, "image-classification")
     image = Image.effect_mandelbrot((320, 240), (-2.0, -1.2, 1.0, 1.2), 100).convert("RGB")
     pixel_values = processor(image, return_tensors="pt").pixel_values
 

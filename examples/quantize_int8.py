@@ -32,12 +32,9 @@ import torch
 from export_onnx import OUTPUTS, load_sub_network
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoImageProcessor, BitImageProcessorPil, HfArgumentParser
+from transformers import AutoImageProcessor, HfArgumentParser
 
-from adaperceiver import AdaPerceiverConfig, AdaPerceiverPreTrainedModel
-
-
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as in training
+from adaperceiver import AdaPerceiverConfig, AdaPerceiverPreTrainedModel, image_processor_for
 
 
 @dataclass
@@ -82,7 +79,7 @@ def load_data(data: str, split: str, images: int):
         raise ValueError(f"`data` must be a folder of images or a parquet file, got {data}.")
     if "image" not in dataset.column_names:
         raise ValueError(f"`data` must have a column `image`, got {data} with {', '.join(dataset.column_names)}.")
-    return dataset.cast_column("image", Image(mode="RGB")).select(range(min(images, len(dataset))))
+    return dataset.cast_column("image", Image()).select(range(min(images, len(dataset))))
 
 
 def data_batches(dataset, processor, batch_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -97,14 +94,8 @@ def load_processor(folder_or_hub_id: str | None, config: AdaPerceiverConfig):
         if folder_or_hub_id is not None:
             return AutoImageProcessor.from_pretrained(folder_or_hub_id)
     except OSError:
-        print("the checkpoint has no preprocessor_config.json: images are resized, cropped and normalised as CLIP's")
-    side = config.image_size
-    return BitImageProcessorPil(
-        size={"shortest_edge": side},
-        crop_size={"height": side, "width": side},
-        image_mean=MEAN,
-        image_std=STD,
-    )
+        print("the checkpoint has no preprocessor_config.json: images are prepared as for the paper's classifier")
+    return image_processor_for(config, "image-classification")
 
 
 def megabytes(model: nn.Module) -> float:

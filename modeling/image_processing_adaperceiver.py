@@ -8,7 +8,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 import torch
-from huggingface_hub import get_session
+from huggingface_hub.utils import httpx
 from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.image_transforms import convert_to_rgb, get_resize_output_image_size
@@ -37,7 +37,7 @@ DENSE_SIZES = {"image-segmentation": (518, 518), "depth-estimation": (448, 602)}
 def open_image(source: str, timeout: float | None = None) -> PIL.Image.Image:
     """Open a file or an address as it is stored: `load_image` would turn it to 8 bits, and 16-bit images to white."""
     if source.startswith(("http://", "https://")):
-        return PIL.Image.open(BytesIO(get_session().get(source, timeout=timeout, follow_redirects=True).content))
+        return PIL.Image.open(BytesIO(httpx.get(source, timeout=timeout, follow_redirects=True).content))
     return PIL.Image.open(source) if os.path.isfile(source) else load_image(source)  # base64, or an error that says so
 
 

@@ -52,9 +52,7 @@ class AdaPerceiverPipelineMixin:
 
     def __init__(self, *args, adaptive_config: AdaptiveConfig | None = None, **kwargs):
         given = {name: kwargs.pop(name) for name in ADAPTIVE_KWARGS if name in kwargs}
-        self.adaptive_defaults = AdaptiveConfig(**(adaptive_config.to_dict() if adaptive_config else {})).update(
-            **given
-        )
+        self.adaptive_defaults = (adaptive_config or AdaptiveConfig()).update(**given)
         super().__init__(*args, **kwargs)
         self.adaptive_defaults.validate(self.model.config)
 
@@ -109,9 +107,7 @@ class AdaPerceiverPipelineMixin:
         if isinstance(image, str):
             image = open_image(image, timeout)
         if isinstance(image, PIL.Image.Image):
-            image = to_rgb(
-                image
-            )  # the pipelines of transformers would make 16 bits white and show what is transparent
+            image = to_rgb(image)  # transformers' own way makes 16 bits white and shows what is transparent
         model_inputs = super().preprocess(image, **kwargs)
         model_inputs.update(choices)
         return model_inputs
@@ -164,7 +160,7 @@ class AdaPerceiverImageSegmentationPipeline(AdaPerceiverPipelineMixin, ImageSegm
 
 class AdaPerceiverDepthEstimationPipeline(AdaPerceiverPipelineMixin, DepthEstimationPipeline):
     model_classes = ("AdaPerceiverForDepthEstimation",)
-    stock_arguments = ("parameters", "timeout")
+    stock_arguments = ("timeout",)
 
 
 class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, ImageFeatureExtractionPipeline):
