@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
+from scenes import teacher as train_teacher
 from teacher import CachedMicroBatches, Teacher, cache_views
 from training import (
     Augment,
@@ -31,7 +32,9 @@ from training import (
     label_names,
     load_splits,
     micro_batches_per_step,
+    model_card,
     parse,
+    seed_of,
     shrink,
     start,
     train,
@@ -48,6 +51,9 @@ from adaperceiver.image_processing_adaperceiver import image_processor_for
 
 
 RECIPES = Path(__file__).parent / "recipes"
+USAGE = """    from transformers import pipeline
+    classify = pipeline("image-classification", "{folder}", trust_remote_code=True)
+    classify("image.png", exit_threshold=0.9, report=True)"""
 
 
 @dataclass
@@ -69,6 +75,10 @@ class DistillationArguments:
     )
 
 
+def student_fields(args: DistillationArguments) -> dict:
+    return json.loads(Path(args.student).read_text() if os.path.isfile(args.student) else args.student)
+
+
 def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiverForImageClassification:
     model_class = AdaPerceiverForDistillation if args.distill == "features" else AdaPerceiverForImageClassification
     changes = {"adaptive_axes": args.adaptive_axes}
@@ -79,9 +89,8 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
         student = model_class.from_pretrained(args.init_from, **changes)
         teacher.check_labels(list(student.config.id2label.values()), f"--init_from {args.init_from}")
         return student
-    text = Path(args.student).read_text() if os.path.isfile(args.student) else args.student
     labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
-    return model_class(AdaPerceiverConfig(**{**json.loads(text), **labels, **changes}))
+    return model_class(AdaPerceiverConfig(**{**student_fields(args), **labels, **changes}))
 
 
 @torch.no_grad()
@@ -103,9 +112,17 @@ def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
 
 
 def run_stage(run, data, augmentation, optimization, distillation) -> None:
+    arguments = {
+        name: value
+        for group in (data, augmentation, optimization, distillation)
+        for name, value in vars(group).items()
+    }
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
-    if not start(accelerator, run):
+    if not start(accelerator, run, arguments):
         return accelerator.print(f"{run.output_dir} is complete.")
+    if distillation.teacher == "scenes":
+        with accelerator.main_process_first():
+            distillation.teacher = str(train_teacher(Path(run.output_dir).parent / "scenes-teacher"))
     teacher = Teacher(distillation.teacher, accelerator, distillation.trust_remote_code)
     student = build_student(distillation, teacher)
     processor = image_processor_for(student.config, "image-classification")
@@ -144,7 +161,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     def loss_of(model, batch, step: int) -> torch.Tensor:
         if step not in drawn:  # one draw for the whole effective batch, whoever computes which part of it
             drawn.clear()
-            generator = torch.Generator().manual_seed(hash((run.seed, step)) % 2**63)
+            generator = torch.Generator().manual_seed(seed_of(run.seed, step))
             drawn[step] = OnceForAll.draw(config, distillation.adaptive_axes, optimization.batch_size, generator)
         once_for_all = drawn[step].of_images((batch["micro"] % (accumulation * world)) * size + batch["places"])
         targets = {}
@@ -157,17 +174,24 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
                 targets["labels"] = batch["labels"]
         return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
 
-    train(
+    def save(model, folder: Path, metrics: dict) -> None:
+        card = model_card(f"AdaPerceiver distilled on {data.dataset}", "examples/distill.py", arguments, metrics)
+        model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
+
+    metrics = train(
         accelerator,
         student,
         loader_from,
         loss_of,
         evaluate=partial(evaluate, dataset=validation_data, processor=processor, accelerator=accelerator),
-        save=lambda model, folder, metrics: model.save_pretrained(folder),
+        save=save,
         run=run,
         optimization=optimization,
         steps=steps,
     )
+    for name in ("accuracy_by_tokens", "accuracy_by_depth"):
+        scores = ", ".join(f"{at}: {score:.1%}" for at, score in metrics[name].items())
+        accelerator.print(f"{name.replace('_', ' ')}  {scores}")
 
 
 def main(arguments: list[str]) -> None:
@@ -177,10 +201,13 @@ def main(arguments: list[str]) -> None:
         run, data, _, optimization, distillation = stage
         if run.smoke:
             shrink(run, data, optimization)
-        if before is not None and distillation.init_from is None:
-            distillation.init_from = os.path.join(before, "final")  # the EMA weights of the stage before
+            distillation.student = json.dumps({**student_fields(distillation), "num_hidden_layers": 2})
+        if before is not None:
+            distillation.init_from = before
         run_stage(*stage)
-        before = run.output_dir
+        before = os.path.join(run.output_dir, "final")  # the EMA weights
+    if PartialState().is_main_process:
+        print(f"The model is in {before}. Run it with\n{USAGE.format(folder=before)}")
 
 
 if __name__ == "__main__":

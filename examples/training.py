@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available, set_seed
 from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
 from PIL import Image as PILImage
+from scenes import scenes
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
@@ -130,16 +131,15 @@ class OptimizationArguments:
 
 def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple]:
     """
-    The dataclasses `groups`, once for every stage. `arguments` are those of the command line: a recipe file first, if
-    any, whose values its own `stages` and then the command line override. Without any arguments, `default_recipe`.
+    The dataclasses `groups`, once for every stage. `arguments` are those of the command line: a recipe file first, or
+    else `default_recipe`, whose values its own `stages` and then the command line override.
     """
-    arguments = list(arguments) or [str(default_recipe)]
-    recipe: dict[str, Any] = {}
-    if not arguments[0].startswith("-"):
+    arguments, path = list(arguments), default_recipe
+    if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-        if not path.is_file():
-            raise SystemExit(f"There is no recipe {path}; those at hand are {', '.join(known_recipes())}.")
-        recipe = yaml.safe_load(path.read_text()) or {}  # JSON is YAML, too
+    if not path.is_file():
+        raise SystemExit(f"There is no recipe {path}; those at hand are {', '.join(known_recipes())}.")
+    recipe = yaml.safe_load(path.read_text()) or {}  # JSON is YAML, too
     parser = HfArgumentParser(groups)
     stages = recipe.pop("stages", None) or [{}]
     parsed = []
@@ -161,8 +161,8 @@ def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArg
     run.log_steps, run.save_steps, run.eval_steps = 1, 2, 0
 
 
-def start(accelerator: Accelerator, run: RunArguments) -> bool:
-    """Prepare `output_dir`; False if the run in it is complete."""
+def start(accelerator: Accelerator, run: RunArguments, arguments: dict[str, Any]) -> bool:
+    """Prepare `output_dir`, trackers and seeds; False if the run in `output_dir` is complete."""
     folder = Path(run.output_dir)
     if (folder / "final").exists() and run.resume:
         return False
@@ -177,6 +177,10 @@ def start(accelerator: Accelerator, run: RunArguments) -> bool:
             shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
+    simple = {
+        name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in arguments.items()
+    }
+    accelerator.init_trackers("logs", config=simple)
     set_seed(run.seed)
     return True
 
@@ -200,12 +204,11 @@ def as_options(values: dict[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------------------- data, augmentation
 
 
-def load_splits(args: DataArguments, **scenes_kwargs) -> tuple[Dataset | IterableDataset, Dataset]:
+def load_splits(args: DataArguments) -> tuple[Dataset | IterableDataset, Dataset]:
     """Training and validation data with the columns `image` (not decoded) and `label`, whatever they come from."""
     if args.dataset == "scenes":
-        from scenes import scenes
-
-        train, validation = scenes(split="train", **scenes_kwargs), scenes(split="validation", **scenes_kwargs)
+        train = scenes(args.train_samples or 8000, split="train")
+        validation = scenes(args.validation_samples or 1000, split="validation")
     else:
         splits = load_any(args)
         names = [args.validation_split] if args.validation_split else ["validation", "val", "test"]
@@ -258,6 +261,11 @@ def decode(sample: dict) -> torch.Tensor | None:
         return None
 
 
+def seed_of(*numbers: int) -> int:
+    """One seed from several numbers: that of the run and a step, say."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
 class Augment:
     """Random views of images, by kornia: batched where sizes agree, seeded, in values from 0 to 1."""
 
@@ -284,7 +292,7 @@ class Augment:
         `share` of its own label and `1 - share` of `other_labels`.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+            torch.manual_seed(seed_of(*seed))
             if len({image.shape for image in images}) == 1:
                 views = self.crop(torch.stack(tuple(images)) / 255)
             else:
@@ -472,6 +480,33 @@ class Metrics:
         self.accelerator.log({name: value for name, value in values.items() if isinstance(value, (int, float))}, step)
 
 
+def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict[str, Any]) -> str:
+    """What the weights are, how they came to be, and what they score."""
+    lines = [
+        f"# {title}",
+        "",
+        f"Trained by `{script}` with",
+        "",
+        "```yaml",
+        yaml.safe_dump(arguments).rstrip(),
+        "```",
+        "",
+    ]
+    for name, value in metrics.items():
+        heading = name.replace("_", " ")
+        if isinstance(value, dict):
+            row = [f"{float(score):.4f}" for score in value.values()]
+            lines += [
+                f"| {heading} | {' | '.join(value)} |",
+                "|---" * (len(value) + 1) + "|",
+                f"| | {' | '.join(row)} |",
+                "",
+            ]
+        else:
+            lines += [f"{heading}: {value:.4f}", ""]
+    return "\n".join(lines)
+
+
 # ------------------------------------------------------------------------------------------------------------ the loop
 
 
@@ -485,9 +520,9 @@ def train(
     run: RunArguments,
     optimization: OptimizationArguments,
     steps: int,
-) -> torch.nn.Module:
+) -> dict[str, Any]:
     """
-    Train for `steps` steps and return the averaged (EMA) model, which is also what is evaluated and saved.
+    Train for `steps` steps and return the last metrics. The averaged (EMA) model is what is evaluated and saved.
 
     `loader_from(step)` gives this process's micro-batches from that step on; `loss_of(model, batch, step)` the mean loss of
     one of them; `evaluate(model)` metrics, the first of which decides which model is best; `save(model, folder, metrics)`
@@ -546,29 +581,30 @@ def train(
             values = {"loss": loss, "learning_rate": scheduler.get_last_lr()[0], "gradient_norm": float(norm)}
             metrics.log(progress.step, {**values, "images_per_second": round(rate, 1)})
         if progress.step == steps or (run.eval_steps and progress.step % run.eval_steps == 0):
-            found = evaluate(ema.module)
-            metrics.log(progress.step, found)
-            first, score = next(iter(found.items()))
-            bar.write(f"step {progress.step}: {first} {score:.4f}")
+            progress.metrics = evaluate(ema.module)
+            metrics.log(progress.step, progress.metrics)
+            name, score = next(iter(progress.metrics.items()))
+            bar.write(f"step {progress.step}: {name} {score:.4f}")
             if score > progress.best:
                 progress.best = score
-                write_whole(folder / "best", lambda part: save(ema.module, part, found), accelerator)  # noqa: B023
+                write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
             if progress.step == steps:
-                write_whole(folder / "final", lambda part: save(ema.module, part, found), accelerator)  # noqa: B023
+                write_whole(folder / "final", lambda part: save(ema.module, part, progress.metrics), accelerator)
         if progress.step % run.save_steps == 0 or progress.step == steps:
             checkpoint()
     bar.close()
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
         accelerator.print(f"{skipped} images could not be read and were left out.")
-    return ema.module
+    accelerator.end_training()
+    return progress.metrics
 
 
 class Progress:
     """What a checkpoint remembers beside the states of model, average, optimizer and scheduler."""
 
     def __init__(self):
-        self.step, self.best, self.skipped = 0, -math.inf, 0
+        self.step, self.best, self.skipped, self.metrics = 0, -math.inf, 0, {}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
