@@ -242,7 +242,8 @@ def standard_columns(split: Dataset | IterableDataset, args: DataArguments, samp
         split = split.select(range(min(samples or len(split), len(split))))
     elif samples:
         split = split.take(samples)
-    split = split.select_columns([image, label]).rename_columns({image: "image", label: "label"})
+    names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
+    split = split.select_columns([image, label]).rename_columns(names)
     return split.cast_column("image", Image(decode=False))
 
 
@@ -251,10 +252,9 @@ def label_names(split: Dataset | IterableDataset) -> list[str] | None:
     return feature.names if isinstance(feature, ClassLabel) else None
 
 
-def decode(sample: dict) -> torch.Tensor | None:
-    """An image as uint8 (3, height, width), or None if it cannot be read."""
+def decode(stored: dict) -> torch.Tensor | None:
+    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
     try:
-        stored = sample["image"]
         image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
         return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
     except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
@@ -366,7 +366,7 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
 
 def collate(samples: Sequence[dict], indices: Sequence[int], augment: Augment, seed: Sequence[int]) -> dict:
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
-    decoded = [decode(sample) for sample in samples]
+    decoded = [decode(sample["image"]) for sample in samples]
     places = [place for place, image in enumerate(decoded) if image is not None]
     if not places:
         raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
@@ -376,18 +376,18 @@ def collate(samples: Sequence[dict], indices: Sequence[int], augment: Augment, s
 
 
 def validation_batches(
-    dataset: Dataset, processor: Callable, size: int, accelerator: Accelerator
+    dataset: Dataset | IterableDataset, processor: Callable, size: int, accelerator: Accelerator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`pixel_values` and `labels` of this process's share of the data; images that cannot be read are left out."""
-    for start in range(accelerator.process_index * size, len(dataset), accelerator.num_processes * size):
-        samples = [dataset[index] for index in range(start, min(start + size, len(dataset)))]
-        pairs = [(image, sample["label"]) for sample in samples if (image := decode(sample)) is not None]
+    for number, columns in enumerate(dataset.iter(size)):
+        if number % accelerator.num_processes != accelerator.process_index:
+            continue
+        pairs = [(decode(stored), label) for stored, label in zip(columns["image"], columns["label"])]
+        pairs = [(image, label) for image, label in pairs if image is not None]
         if pairs:
             pixel_values = processor([image for image, _ in pairs], return_tensors="pt").pixel_values
-            yield (
-                pixel_values.to(accelerator.device),
-                torch.tensor([label for _, label in pairs], device=accelerator.device),
-            )
+            labels = torch.tensor([label for _, label in pairs])
+            yield pixel_values.to(accelerator.device), labels.to(accelerator.device)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer, schedule

@@ -1,0 +1,469 @@
+"""examples/distill.py: real runs on a handful of small images, whole and interrupted, alone and in company."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_equal
+from PIL import Image
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    pipeline,
+)
+
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+pytest.importorskip("kornia", reason="augmentation needs kornia")
+import distill  # noqa: E402
+import teacher as teachers  # noqa: E402
+import training  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from datasets import load_dataset  # noqa: E402
+
+
+NAMES = ["apple", "book", "cup"]
+STUDENT = {
+    "image_size": 16,
+    "patch_size": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_latent_tokens": 8,
+    "token_granularities": [2, 4, 8],
+    "layerscale_value": 0.1,
+}
+STEPS = 6
+
+
+def picture(index):
+    rng = np.random.default_rng(index)
+    return Image.fromarray(rng.integers(0, 256, (18, 20, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory):
+    """train/ and validation/ with a folder for each class; the 12 training images differ in size from nothing else."""
+    folder = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 4), ("validation", 2)):
+        for label, name in enumerate(NAMES):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                picture(100 * label + number).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def save_teacher(folder, names=NAMES, kind="vit"):
+    torch.manual_seed(0)
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    if kind == "vit":
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = ViTForImageClassification(ViTConfig(**sizes, image_size=24, patch_size=8, **labels))
+    else:
+        model = ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], **labels))
+    torch.nn.init.normal_(model.classifier[-1].weight if kind != "vit" else model.classifier.weight)
+    model.save_pretrained(folder)
+    size = {"height": 24, "width": 24}
+    ViTImageProcessor(size=size, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture
+def arguments(image_folder, teacher_folder, tmp_path):
+    """Command line of a run of seconds; `changes` override it."""
+
+    def build(**changes):
+        values = {
+            "output_dir": tmp_path / "run",
+            "dataset": image_folder,
+            "teacher": teacher_folder,
+            "student": STUDENT,
+            "steps": STEPS,
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "warmup_steps": 2,
+            "log_steps": 1,
+            "save_steps": 2,
+            "eval_steps": 3,
+            "workers": 0,
+            "tracker": "none",
+            **changes,
+        }
+        return training.as_options(values)
+
+    return build
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def command(arguments, processes=1):
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    return [sys.executable, *launcher, str(EXAMPLES / "distill.py"), *arguments]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+@pytest.fixture(scope="module")
+def whole_run(image_folder, teacher_folder, tmp_path_factory):
+    """One run without interruption, that others are held against."""
+    folder = tmp_path_factory.mktemp("whole")
+    values = {"output_dir": folder / "run", "dataset": image_folder, "teacher": teacher_folder, "student": STUDENT}
+    values |= {"steps": STEPS, "batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2, "log_steps": 1}
+    values |= {"save_steps": 2, "eval_steps": 3, "workers": 0, "tracker": "none"}
+    distill.main(training.as_options(values))
+    return folder / "run"
+
+
+def test_a_run_leaves_ordinary_checkpoints_metrics_and_a_card(whole_run):
+    assert sorted(losses(whole_run)) == list(range(1, STEPS + 1))
+    for name in ("final", "best"):
+        model = AutoModelForImageClassification.from_pretrained(whole_run / name)
+        assert [model.config.id2label[i] for i in range(3)] == NAMES
+        assert "steps: 6" in (whole_run / name / "README.md").read_text()
+        assert AutoImageProcessor.from_pretrained(whole_run / name).crop_size["height"] == 16
+    classify = pipeline("image-classification", str(whole_run / "final"), trust_remote_code=True)
+    assert {answer["label"] for answer in classify(picture(1), tokens=2)} == set(NAMES)
+    last = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert set(last["accuracy_by_tokens"]) == {"2", "4", "8"}
+    assert set(last["accuracy_by_depth"]) == {"1", "2"}
+
+
+def test_a_killed_run_resumes_with_the_same_loss_curve(arguments, whole_run, tmp_path):
+    slow = command(arguments(steps=STEPS), 1)
+    process = subprocess.Popen(slow, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "run"
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoint-2").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (run / "checkpoint-2").exists()
+    assert not (run / "final").exists(), "the run was over before it could be killed"
+    distill.main([*arguments(), "--resume"])
+    expected, actual = losses(whole_run), losses(run)
+    assert actual.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert actual[step] == pytest.approx(loss, rel=1e-6), step
+    final = (AutoModelForImageClassification.from_pretrained(folder / "final") for folder in (run, whole_run))
+    for ours, theirs in zip(*(model.parameters() for model in final)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_two_processes_give_the_losses_of_one(arguments, whole_run, tmp_path):
+    subprocess.run(command(arguments(), 2), env=ENVIRONMENT, check=True, capture_output=True)
+    expected, actual = losses(whole_run), losses(tmp_path / "run")
+    assert actual.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert actual[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_a_finished_run_is_neither_repeated_nor_overwritten(arguments, whole_run):
+    before = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
+    distill.main([*arguments(output_dir=whole_run), "--resume"])
+    with pytest.raises(SystemExit, match="holds an earlier run: --resume it, --overwrite it, or choose another"):
+        distill.main(arguments(output_dir=whole_run))
+    assert before == {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
+
+
+def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(arguments, tmp_path, monkeypatch):
+    seen = []
+    original = distill.build_student
+
+    def build_student(args, teacher):
+        student = original(args, teacher)
+        seen.append((args.init_from, student.config.adaptive_axes, [p.clone() for p in student.parameters()]))
+        return student
+
+    monkeypatch.setattr(distill, "build_student", build_student)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n  - adaptive_axes: [tokens]\n  - adaptive_axes: [tokens, depth]\n    learning_rate: 1.0e-4\n"
+    )
+    distill.main([str(recipe), *arguments(steps=2)])
+    first = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "stage1" / "final")
+    assert seen[0][0] is None
+    assert [axes for _, axes, _ in seen] == [["tokens"], ["tokens", "depth"]]
+    for started, ended in zip(seen[1][2], first.parameters()):
+        assert_equal(started.data, ended.data)
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet"])
+def test_features_are_distilled_from_transformers_and_convolutional_teachers(kind, arguments, tmp_path):
+    teacher = save_teacher(tmp_path / "teacher", kind=kind)
+    distill.main(arguments(teacher=teacher, distill="features", steps=3))
+    recorded = losses(tmp_path / "run")
+    assert len(recorded) == 3
+    assert all(np.isfinite(list(recorded.values())))
+
+
+def test_the_teacher_sees_its_own_normalisation_and_size(teacher_folder):
+    teacher = teachers.Teacher(teacher_folder, Accelerator(cpu=True))
+    view = torch.rand(2, 3, 16, 16)
+    pixel_values = teacher.pixel_values(view)
+    assert pixel_values.shape == (2, 3, 24, 24)
+    restored = (
+        pixel_values * torch.tensor([0.4, 0.5, 0.6])[:, None, None] + torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+    )
+    torch.testing.assert_close(restored.mean((2, 3)), view.mean((2, 3)), atol=0.05, rtol=0)
+    expected = teacher.model(pixel_values=pixel_values).logits
+    assert_equal(teacher.logits(view), expected)
+
+
+def test_features_drop_prefix_tokens_and_follow_the_students_grid(teacher_folder):
+    teacher = teachers.Teacher(teacher_folder, Accelerator(cpu=True))
+    view = torch.rand(2, 3, 24, 24)
+    states = teacher.model(pixel_values=teacher.pixel_values(view), output_hidden_states=True).hidden_states[-1]
+    assert states.shape[1] == 1 + 9
+    assert_equal(teacher.features(view, (3, 3)), states[:, 1:])
+    coarse = teacher.features(view, (1, 1))
+    torch.testing.assert_close(coarse[:, 0], states[:, 1:].mean(1), atol=0.2, rtol=0.2)
+    assert teacher.feature_size() == 8
+
+
+def test_label_spaces_must_match(arguments, tmp_path):
+    teacher = save_teacher(tmp_path / "teacher", names=["apple", "bottle", "cup"])
+    with pytest.raises(
+        SystemExit, match="must have the same labels, got 3 and 3; number 1 is 'book' there and 'bottle'"
+    ):
+        distill.main(arguments(teacher=teacher))
+
+
+def test_the_effective_batch_must_divide(arguments):
+    with pytest.raises(SystemExit, match=r"--batch_size must be a multiple of .* 3 x 1 = 3, got 8"):
+        distill.main(arguments(micro_batch_size=3))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_a_good_checkpoint(arguments, tmp_path, monkeypatch):
+    original = teachers.Teacher.logits
+    calls = []
+
+    def logits(self, images):
+        calls.append(1)
+        return original(self, images) * (float("nan") if len(calls) > 6 else 1)  # two micro-batches a step
+
+    monkeypatch.setattr(teachers.Teacher, "logits", logits)
+    with pytest.raises(SystemExit, match=r"The loss is nan at step 3\. .*checkpoint-3 holds the state before it"):
+        distill.main(arguments())
+    monkeypatch.undo()
+    distill.main([*arguments(), "--resume"])
+    assert (tmp_path / "run" / "final").exists()
+
+
+def test_a_full_disk_stops_the_run_and_leaves_whole_checkpoints(arguments, tmp_path, monkeypatch):
+    original = Accelerator.save_state
+
+    def save_state(self, folder, *args, **kwargs):
+        original(self, folder, *args, **kwargs)
+        if "checkpoint-4" in folder:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Accelerator, "save_state", save_state)
+    with pytest.raises(SystemExit, match=r"checkpoint-4 could not be written: .*No space left on device"):
+        distill.main(arguments())
+    assert [path.name for path in training.checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert not list((tmp_path / "run").glob(".*part"))
+    monkeypatch.undo()
+    distill.main([*arguments(), "--resume"])
+    assert (tmp_path / "run" / "final").exists()
+
+
+def test_images_that_cannot_be_read_are_skipped_counted_and_reported(arguments, image_folder, tmp_path, capsys):
+    folder = tmp_path / "images"
+    subprocess.run(["cp", "-r", image_folder, folder], check=True)
+    (folder / "train" / "cup" / "3.png").write_bytes(b"not an image")
+    distill.main(arguments(dataset=folder, steps=3))  # 24 views of 12 images: each twice
+    assert "2 images could not be read and were left out" in capsys.readouterr().out
+    assert len(losses(tmp_path / "run")) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def parquet(image_folder, tmp_path):
+    folder = tmp_path / "parquet"
+    for split, data in load_dataset(str(image_folder)).items():
+        data.to_parquet(folder / f"{split}.parquet")
+    return {"dataset": folder}
+
+
+def streamed_parquet(image_folder, tmp_path):
+    return {**parquet(image_folder, tmp_path), "streaming": True}
+
+
+def webdataset(image_folder, tmp_path):
+    """Shards as on the hub: n.jpg beside n.cls; the splits are told apart by their file names."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        with tarfile.open(folder / f"{split}-0000.tar", "w") as tar:
+            for number, path in enumerate(sorted((image_folder / split).rglob("*.png"))):
+                stored = io.BytesIO()
+                Image.open(path).save(stored, "JPEG")
+                label = str(NAMES.index(path.parent.name)).encode()
+                for name, content in ((f"{number:03}.jpg", stored.getvalue()), (f"{number:03}.cls", label)):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+    return {"dataset": folder, "streaming": True}
+
+
+@pytest.mark.parametrize("form", [parquet, streamed_parquet, webdataset])
+def test_data_may_come_as_parquet_or_shards_whole_or_streamed(form, arguments, image_folder, tmp_path):
+    distill.main(arguments(**form(image_folder, tmp_path), steps=2))
+    assert len(losses(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_streamed_run_resumes_where_it_stopped(arguments, image_folder, tmp_path, monkeypatch):
+    data = {**streamed_parquet(image_folder, tmp_path), "workers": 1}
+    distill.main(arguments(**data, output_dir=tmp_path / "whole"))
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Metrics, "log", interrupt_after(training.Metrics.log, calls=5, interrupt=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        distill.main(arguments(**data))
+    monkeypatch.undo()
+    distill.main([*arguments(**data), "--resume"])
+    expected, actual = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert actual.keys() == expected.keys()
+    for step, loss in expected.items():
+        assert actual[step] == pytest.approx(loss, rel=1e-6), step
+
+
+def interrupt_after(function, calls, interrupt):
+    made = []
+
+    def counted(*args, **kwargs):
+        made.append(1)
+        return interrupt() if len(made) > calls else function(*args, **kwargs)
+
+    return counted
+
+
+def test_a_column_or_split_that_is_not_there_is_named(arguments):
+    with pytest.raises(SystemExit, match=r"--label_column must be one of the columns \['image', 'label'\], got kind"):
+        distill.main(arguments(label_column="kind"))
+    with pytest.raises(SystemExit, match=r"must have the splits 'train' and one of \['dev'\], it has"):
+        distill.main(arguments(validation_split="dev"))
+
+
+def augmenter(**changes):
+    return training.Augment(training.AugmentationArguments(**changes), image_size=16)
+
+
+def images_and_labels(count=12):
+    return [torch.from_numpy(np.array(picture(i))).permute(2, 0, 1) for i in range(count)], torch.arange(count) % 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mixup_alpha": 0.0}, {"cutmix_alpha": 0.5, "mixup_alpha": 0.0}, {"erasing": 1.0, "cutmix_alpha": 1.0}],
+)
+def test_views_depend_on_their_seed_and_on_nothing_else(changes):
+    augment, (images, labels) = augmenter(**changes), images_and_labels()
+    before = torch.random.get_rng_state()
+    first = augment(images, labels, [1, 2])
+    assert_equal(torch.random.get_rng_state(), before)
+    torch.rand(5)
+    again, other = augment(images, labels, [1, 2]), augment(images, labels, [1, 3])
+    for name, values in first.items():
+        assert_equal(again[name], values)
+    assert not torch.equal(first["images"], other["images"])
+    assert first["images"].shape == (12, 3, 16, 16)
+    assert 0 <= first["images"].min() <= first["images"].max() <= 1
+
+
+def test_mixed_labels_tell_what_the_images_show():
+    plain = [torch.full((3, 16, 16), float(label) * 100, dtype=torch.uint8) for label in range(3)]
+    for changes in ({"mixup_alpha": 1.0}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}):
+        augment = augmenter(randaugment_magnitude=0, crop_scale=[1.0, 1.0], **changes)
+        views = augment(plain, torch.arange(3), [0])
+        shown = views["share"] * views["labels"] + (1 - views["share"]) * views["other_labels"]
+        torch.testing.assert_close(views["images"].mean((1, 2, 3)) * 2.55, shown.float(), atol=0.02, rtol=0)
+
+
+def test_a_micro_batch_does_not_depend_on_who_asks_for_it(image_folder):
+    args = training.DataArguments(dataset=str(image_folder))
+    dataset, _ = training.load_splits(args)
+    batches = training.MicroBatches(dataset, 4, augmenter(), seed=3)
+    alone = batches[5]
+    loader = torch.utils.data.DataLoader(batches, sampler=range(3, 7), batch_size=None, num_workers=2)
+    in_company = list(loader)[2]
+    for name, value in alone.items():
+        assert_equal(in_company[name], value)
+    epoch = torch.cat([batches[micro]["indices"] for micro in range(3)])
+    assert sorted(epoch.tolist()) == list(range(12))  # every image once
+
+
+def test_cached_views_hold_what_the_teacher_says_of_them(image_folder, teacher_folder, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    teacher = teachers.Teacher(teacher_folder, accelerator)
+    dataset, _ = training.load_splits(training.DataArguments(dataset=str(image_folder)))
+    augment = augmenter(mixup_alpha=0.0)
+    folder = teachers.cache_views(dataset, augment, teacher, 2, tmp_path, 0, 0, accelerator)
+    batches = teachers.CachedMicroBatches(folder, 2, len(dataset), size=4, seed=0)
+    first, later = batches[0], batches[3]  # the next epoch shows the other view
+    torch.testing.assert_close(first["teacher_logits"], teacher.logits(first["images"]), atol=1e-5, rtol=0)
+    assert first["images"].shape == (4, 3, 16, 16)
+    assert not torch.equal(first["images"], later["images"])
+    stamp = (folder / "view0" / "images.npy").stat().st_mtime_ns
+    teachers.cache_views(dataset, augment, teacher, 2, tmp_path, 0, 0, accelerator)
+    assert (folder / "view0" / "images.npy").stat().st_mtime_ns == stamp  # made once
+
+
+def test_cached_views_train(arguments, tmp_path):
+    distill.main(arguments(cached_views=2, mixup_alpha=0, steps=3))
+    assert len(losses(tmp_path / "run")) == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_the_command_line_wins_over_the_stage_which_wins_over_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "learning_rate: 0.1\nsteps: 5\nstages:\n  - {learning_rate: 0.2}\n  - {steps: 7, clip_norm: 2.0}\n"
+    )
+    groups = [training.RunArguments, training.OptimizationArguments]
+    (run1, first), (run2, second) = training.parse(
+        groups, [str(recipe), "--clip_norm", "1", "--output_dir", "x"], recipe
+    )
+    assert (first.learning_rate, first.steps, first.clip_norm) == (0.2, 5, 1.0)
+    assert (second.learning_rate, second.steps, second.clip_norm) == (0.1, 7, 1.0)
+    assert (run1.output_dir, run2.output_dir) == (os.path.join("x", "stage1"), os.path.join("x", "stage2"))
+
+
+def test_an_unknown_key_or_recipe_is_named(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lerning_rate: 0.1\n")
+    with pytest.raises(ValueError, match="lerning_rate"):
+        training.parse([training.RunArguments], [str(recipe)], recipe)
+    with pytest.raises(SystemExit, match=r"There is no recipe nothing\.yaml; those at hand are .*scenes\.yaml"):
+        training.parse([training.RunArguments], ["nothing.yaml"], recipe)
