@@ -308,8 +308,8 @@ class Augment:
         """Mixup or CutMix (one of them by chance if both are on) with another image of the batch."""
         mixup, count = self.args.mixup_alpha, len(views)
         if self.cutmix is not None and (not mixup or torch.rand(()) < 0.5):
-            views, mixed = self.cutmix(views, labels)  # (1, images, 3): label, other label, share of the other
-            return views, mixed[0, :, 1].long(), 1 - mixed[0, :, 2]
+            views, mixed = self.cutmix(views, labels)  # (1, images, 3): label, other label, share of the first
+            return views, mixed[0, :, 1].long(), mixed[0, :, 2]
         if not mixup:
             return views, labels, torch.ones(count)
         # kornia's Mixup draws from a range, not from Beta(alpha, alpha)
