@@ -46,7 +46,7 @@ LABELS = list(KINDS)
 MASK_LABELS = ["background", *LABELS]
 
 FIRST_INDEX = {"train": 0, "validation": 2**31}  # the splits are ranges of indices that never meet
-MAX_OBJECTS = 5
+MAX_OBJECTS = 8
 CAMERA_HEIGHT = (
     0.9  # metres, with a focal length of one image height: depth d is `CAMERA_HEIGHT / d` below the horizon
 )
@@ -64,16 +64,16 @@ def scene(index: int, seed: int = 0, size: int = 32) -> dict[str, Any]:
     def draw(low: float, high: float, *shape: int) -> np.ndarray:
         return low + (high - low) * rng.random(shape)
 
-    horizon, wall_depth = draw(0.2, 0.4), draw(7, 10)
+    horizon, wall_depth = draw(0.2, 0.4), draw(7.5, 10)
     wall, floor = draw(0.05, 0.35, 3), draw(0.05, 0.35, 3)
     light, slope, shift = draw(0.75, 1), draw(-0.3, 0.3), draw(0, 1)
 
     # Objects from near to far, the first close to the lower edge; from left to right they take turns at random.
-    count = rng.integers(3, MAX_OBJECTS + 1)
+    count = rng.integers(5, MAX_OBJECTS + 1)
     kinds = rng.integers(len(LABELS), size=MAX_OBJECTS)
-    gaps = np.append(draw(1.02, 1.4, 1), draw(1.12, 1.35, MAX_OBJECTS - 1))
-    depths = CAMERA_HEIGHT / (1 - horizon) * np.cumprod(gaps)
-    sizes = draw(0.28, 0.45, MAX_OBJECTS)
+    distances = np.append(1, np.sort(draw(1.15, 3.5, MAX_OBJECTS - 1)))  # relative to the nearest
+    depths = CAMERA_HEIGHT / (1 - horizon) * draw(1.02, 1.4) * distances
+    sizes = draw(0.2, 0.32, MAX_OBJECTS)
     turns = (np.argsort(draw(0, 1, MAX_OBJECTS)) % count + draw(0, 1, MAX_OBJECTS)) / count
     lefts, bottoms = turns * (1 - sizes), horizon + CAMERA_HEIGHT / depths
     colors = draw(0.4, 1, MAX_OBJECTS, 3)
@@ -85,10 +85,10 @@ def scene(index: int, seed: int = 0, size: int = 32) -> dict[str, Any]:
     shade = np.where(floor_depth < wall_depth, 0.8 + 0.4 * tiles, 0.7 + 0.6 * v)
     image = shade[..., None] * np.where((floor_depth < wall_depth)[..., None], floor, wall)
     mask = np.zeros((size, size), np.uint8)
-    for kind, *place, color in list(zip(kinds, lefts, bottoms, sizes, depths, colors))[count - 1 :: -1]:
-        left, bottom, extent, metres = place
-        covered = KINDS[LABELS[kind]](2 * (u - left) / extent - 1, 2 * (v - bottom) / extent + 1)
-        image[covered], mask[covered], depth[covered] = color, kind + 1, metres
+    for nth in reversed(range(count)):  # what is nearer covers what is farther
+        x, y = 2 * (u - lefts[nth]) / sizes[nth] - 1, 2 * (v - bottoms[nth]) / sizes[nth] + 1
+        covered = KINDS[LABELS[kinds[nth]]](x, y)
+        image[covered], mask[covered], depth[covered] = colors[nth], kinds[nth] + 1, depths[nth]
 
     haze = depth[..., None] / 15
     image = (image * (1 - haze) + wall * haze) * (light + slope * (u - 0.5))[..., None]
