@@ -26,10 +26,10 @@ from accelerate.utils import is_tensorboard_available, set_seed
 from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
 from PIL import Image as PILImage
 from scenes import scenes
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, get_scheduler
+from transformers import HfArgumentParser
 
 from adaperceiver.image_processing_adaperceiver import to_rgb
 
@@ -416,20 +416,22 @@ def build_optimizer(model: torch.nn.Module, args: OptimizationArguments) -> torc
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, args: OptimizationArguments, steps: int):
-    """A linear warm-up from `warmup_learning_rate`, then the schedule down to `min_learning_rate`."""
-    after, lowest = max(steps - args.warmup_steps, 1), args.min_learning_rate
-    if args.schedule == "cosine":
-        schedule = CosineAnnealingLR(optimizer, after, eta_min=lowest)
-    elif args.schedule == "polynomial":
-        options = {"lr_end": lowest, "power": args.polynomial_power}
-        schedule = get_scheduler("polynomial", optimizer, 0, after, scheduler_specific_kwargs=options)
-    else:
-        schedule = get_scheduler("constant", optimizer)
-    if args.warmup_steps == 0:
-        return schedule
-    warmup = LinearLR(optimizer, args.warmup_learning_rate / args.learning_rate, total_iters=args.warmup_steps)
-    return SequentialLR(optimizer, [warmup, schedule], milestones=[args.warmup_steps])
+def build_scheduler(optimizer: torch.optim.Optimizer, args: OptimizationArguments, steps: int) -> LambdaLR:
+    """A linear warm-up from `warmup_learning_rate`, then the schedule down to `min_learning_rate` (or constant)."""
+    highest, lowest, warmup = args.learning_rate, args.min_learning_rate, args.warmup_steps
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return args.warmup_learning_rate + (highest - args.warmup_learning_rate) * step / warmup
+        left = 1 - min((step - warmup) / max(steps - warmup, 1), 1)
+        share = {
+            "cosine": (1 - math.cos(math.pi * left)) / 2,
+            "polynomial": left**args.polynomial_power,
+            "constant": 1,
+        }[args.schedule]
+        return lowest + (highest - lowest) * share
+
+    return LambdaLR(optimizer, lambda step: rate(step) / highest)
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
