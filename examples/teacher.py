@@ -29,22 +29,23 @@ class Teacher:
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
         self.name, self.id2label = name, dict(self.model.config.id2label)
         self.model = self.model.eval().requires_grad_(False).to(accelerator.device)
-        self.size = input_size(processor)
-        self.mean = torch.tensor(processor.image_mean, device=accelerator.device)[:, None, None]
-        self.std = torch.tensor(processor.image_std, device=accelerator.device)[:, None, None]
+        self.size, mean, std = preprocessing(processor)
+        self.mean, self.std = (
+            torch.tensor(values, device=accelerator.device)[:, None, None] for values in (mean, std)
+        )
 
     def check_labels(self, names: Sequence[str] | None, whose: str) -> None:
         """The student learns the teacher's logits, so the classes and their order must be the same."""
-        ours = [self.id2label[index] for index in range(len(self.id2label))]
-        if names is None or list(names) == ours:
+        if names is None:
             return
-        different = [i for i, (a, b) in enumerate(zip(names, ours)) if a != b]
-        first = f"; number {different[0]} is {names[different[0]]!r} there and {ours[different[0]]!r} here" * bool(
-            different
-        )
-        raise SystemExit(
-            f"--teacher {self.name} and {whose} must have the same labels, got {len(ours)} and {len(names)}{first}."
-        )
+        ours = [self.id2label[index] for index in range(len(self.id2label))]
+        named = not all(name == f"LABEL_{index}" for index, name in enumerate(ours))  # else the teacher does not say
+        different = [pair for pair in zip(names, ours) if named and pair[0] != pair[1]]
+        if len(names) != len(ours) or different:
+            example = "".join(f"; {theirs!r} there is {our!r} here" for theirs, our in different[:1])
+            raise SystemExit(
+                f"--teacher {self.name} and {whose} must have the same labels, got {len(ours)} and {len(names)}{example}."
+            )
 
     def pixel_values(self, images: torch.Tensor) -> torch.Tensor:
         if images.shape[-2:] != self.size:
@@ -61,34 +62,29 @@ class Teacher:
         """(batch, 3, height, width) in values from 0 to 1 -> (batch, positions of the student's grid, channels)"""
         pixel_values = self.pixel_values(images)
         states = self.model(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-1]
-        if states.ndim == 3:  # tokens of a transformer, the patches last
-            patch = self.patch_size()
+        if states.ndim == 3:  # tokens, the patches last; models with stages halve their grid from one to the next
+            patch = self.model.config.patch_size
             height, width = pixel_values.shape[-2] // patch, pixel_values.shape[-1] // patch
+            while height * width > states.shape[1]:
+                height, width = height // 2, width // 2
             states = states[:, -height * width :].transpose(1, 2).unflatten(2, (height, width))
         if states.shape[-2:] != grid:
             states = nn.functional.interpolate(states.float(), grid, mode="bilinear", antialias=True)
         return states.flatten(2).transpose(1, 2)
 
-    def patch_size(self) -> int:
-        size = getattr(self.model.config, "patch_size", None)
-        if size is None:  # timm's wrapper keeps it in the model
-            kernels = [m.kernel_size[0] for m in self.model.modules() if isinstance(m, nn.Conv2d)]
-            size = kernels[0] if kernels else None
-        if not isinstance(size, int):
-            raise SystemExit(f"--teacher {self.name} gives tokens but does not say its patch size.")
-        return size
-
     def feature_size(self) -> int:
         return self.features(torch.zeros(1, 3, *self.size, device=self.mean.device), (1, 1)).shape[-1]
 
 
-def input_size(processor) -> tuple[int, int]:
-    """What the teacher is fed, after its processor's resizing and cropping."""
-    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
-    size = dict(size) if not isinstance(size, int) else {"height": size, "width": size}
-    if size.get("height"):
-        return size["height"], size["width"]
-    return size["shortest_edge"], size["shortest_edge"]
+def preprocessing(processor) -> tuple[tuple[int, int], Sequence[float], Sequence[float]]:
+    """What a model is fed by its image processor: height and width, mean, standard deviation."""
+    if hasattr(processor, "data_config"):  # timm's
+        data = processor.data_config
+        return tuple(data["input_size"][-2:]), data["mean"], data["std"]
+    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ((0.0,) * 3, (1.0,) * 3)
+    size = dict(processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size)
+    side = size.get("shortest_edge")
+    return (size["height"], size["width"]) if side is None else (side, side), mean, std
 
 
 # -------------------------------------------------------------------------------------------------------- cached views
