@@ -121,7 +121,7 @@ def _indices(count: int, split: str) -> range:
 def teacher(
     folder: str | os.PathLike,
     count: int = 12000,
-    epochs: int = 5,
+    epochs: int = 3,
     seed: int = 0,
     size: int = 32,
     batch_size: int = 128,
