@@ -42,6 +42,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             Whether a LayerNorm and an FFN (without residual) follow the patch embedding.
         layerscale_value (`float`, *optional*, defaults to 1e-5):
             Initial value of the layer scale vectors; `None` or 0 leaves them out.
+        token_init_std (`float`, defaults to 1e-6):
+            Standard deviation at which the learned latent and output token start. Short trainings start faster from 1:
+            a vector of 1e-6 is next to nothing after its LayerNorm, so that all latents begin alike.
         max_latent_tokens (`int`, defaults to 256):
             Number of latents in training. Beyond it, the RoPE frequencies are divided by `tokens / max_latent_tokens`.
         token_granularities (`list[int]`, *optional*):
@@ -102,6 +105,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.0
     drop_path_rate: float | int = 0.0
     initializer_range: float = 0.02
+    token_init_std: float | int = 1e-6
     max_latent_tokens: int = 256
     rope_theta: float | int = 10000.0
     token_granularities: list[int] | tuple[int, ...] | None = None
@@ -186,7 +190,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
-        for name in ("initializer_range", "layerscale_value"):
+        for name in ("initializer_range", "token_init_std", "layerscale_value"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
         if self.hidden_act not in ACT2FN:

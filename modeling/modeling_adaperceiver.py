@@ -151,9 +151,9 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
         if isinstance(module, AdaPerceiverEmbeddings):
             init.normal_(module.position_embeddings, std=0.02)
         elif isinstance(module, AdaPerceiverRead):
-            init.normal_(module.latent_token, std=1e-6)
+            init.normal_(module.latent_token, std=self.config.token_init_std)
         elif isinstance(module, AdaPerceiverClassReadout):
-            init.normal_(module.output_token, std=1e-6)
+            init.normal_(module.output_token, std=self.config.token_init_std)
         elif isinstance(module, AdaPerceiverLayerScale):
             init.constant_(module.gamma, self.config.layerscale_value)
 
