@@ -42,6 +42,7 @@ from training import (
 )
 
 from adaperceiver import (
+    AccuracyTable,
     AdaPerceiverConfig,
     AdaPerceiverForDistillation,
     AdaPerceiverForImageClassification,
@@ -95,19 +96,28 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
 
 @torch.no_grad()
 def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
-    """Top-1 accuracy of the full model, and at every token count and depth of the trained grid, at full width."""
-    depths, granularities = range(1, model.config.num_hidden_layers + 1), model.config.token_granularities
-    right = torch.zeros(len(depths), len(granularities), device=accelerator.device)
+    """Top-1 accuracy of the full model, along each axis from there, and of the whole trained grid."""
+    config = model.config
+    depths, granularities = range(1, config.num_hidden_layers + 1), config.token_granularities
+    right = torch.zeros(len(config.widths), len(depths), len(granularities), device=accelerator.device)
     count = torch.zeros((), device=accelerator.device)
     for pixel_values, labels in validation_batches(dataset, processor, size, accelerator):
-        logits = model.logits_grid(pixel_values)  # (depths, granularities, batch, labels)
-        right += (logits.argmax(dim=-1) == labels).sum(dim=-1)
         count += len(labels)
-    accuracy = (accelerator.reduce(right, "sum") / accelerator.reduce(count, "sum")).tolist()
+        for of_width, width in zip(right, config.widths):
+            logits = model.logits_grid(pixel_values, width=width)  # (depths, granularities, batch, labels)
+            of_width += (logits.argmax(dim=-1) == labels).sum(dim=-1)
+    accuracy = (accelerator.reduce(right, "sum") / accelerator.reduce(count, "sum")).cpu()
     return {
-        "accuracy": accuracy[-1][-1],
-        "accuracy_by_tokens": dict(zip(map(str, granularities), accuracy[-1])),
-        "accuracy_by_depth": {str(depth): row[-1] for depth, row in zip(depths, accuracy)},
+        "accuracy": accuracy[-1, -1, -1].item(),
+        "accuracy_by_tokens": dict(zip(map(str, granularities), accuracy[-1, -1].tolist())),
+        "accuracy_by_width": dict(zip(map(str, config.widths), accuracy[:, -1, -1].tolist())),
+        "accuracy_by_depth": dict(zip(map(str, depths), accuracy[-1, :, -1].tolist())),
+        "grid": [
+            {"tokens": tokens, "width": width, "depth": depth, "value": round(accuracy[i, j, k].item(), 4)}
+            for i, width in enumerate(config.widths)
+            for j, depth in enumerate(depths)
+            for k, tokens in enumerate(granularities)
+        ],
     }
 
 
@@ -175,7 +185,9 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
 
     def save(model, folder: Path, metrics: dict) -> None:
-        card = model_card(f"AdaPerceiver distilled on {data.dataset}", "examples/distill.py", arguments, metrics)
+        name = Path(data.dataset).name
+        model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
+        card = model_card(f"AdaPerceiver distilled on {name}", "examples/distill.py", arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
     metrics = train(
@@ -189,7 +201,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         optimization=optimization,
         steps=steps,
     )
-    for name in ("accuracy_by_tokens", "accuracy_by_depth"):
+    for name in ("accuracy_by_tokens", "accuracy_by_width", "accuracy_by_depth"):
         scores = ", ".join(f"{at}: {score:.1%}" for at, score in metrics[name].items())
         accelerator.print(f"{name.replace('_', ' ')}  {scores}")
 

@@ -497,14 +497,10 @@ def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict
     for name, value in metrics.items():
         heading = name.replace("_", " ")
         if isinstance(value, dict):
-            row = [f"{float(score):.4f}" for score in value.values()]
-            lines += [
-                f"| {heading} | {' | '.join(value)} |",
-                "|---" * (len(value) + 1) + "|",
-                f"| | {' | '.join(row)} |",
-                "",
-            ]
-        else:
+            row = [f"{score:.4f}" for score in value.values()]
+            lines += [f"| {heading} | {' | '.join(value)} |", "|---" * (len(value) + 1) + "|"]
+            lines += [f"| | {' | '.join(row)} |", ""]
+        elif isinstance(value, float):
             lines += [f"{heading}: {value:.4f}", ""]
     return "\n".join(lines)
 

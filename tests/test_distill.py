@@ -151,6 +151,8 @@ def test_a_run_leaves_ordinary_checkpoints_metrics_and_a_card(whole_run):
     last = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()][-1]
     assert set(last["accuracy_by_tokens"]) == {"2", "4", "8"}
     assert set(last["accuracy_by_depth"]) == {"1", "2"}
+    model = AutoModelForImageClassification.from_pretrained(whole_run / "final")
+    assert len(model.accuracy_table.points) == 3 * 3 * 2  # tokens x widths x depths, for budgets to be spent by
 
 
 def test_a_killed_run_resumes_with_the_same_loss_curve(arguments, whole_run, tmp_path):
