@@ -167,7 +167,7 @@ def test_soap_needs_fewer_steps_than_adamw_and_starts_without_a_jump(noise, shar
     expected, _ = regression(torch.optim.AdamW, noise)
     assert losses[: start + 1] == pytest.approx(expected[: start + 1], rel=1e-3)
     assert max(losses[start + 1 : start + 20]) <= losses[start]
-    assert max(updates[start : start + 20]) < 1
+    assert max(updates[start : start + 20]) < 1.5  # Shampoo's estimate alone makes it more than 3
     assert sum(losses[-20:]) < share * sum(expected[-20:])
 
 
