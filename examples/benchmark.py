@@ -11,6 +11,7 @@ import json
 import platform
 import random
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,12 @@ from timing import interleaved
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
 
-from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
+from adaperceiver import (
+    AdaPerceiverConfig,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+    OnceForAll,
+)
 
 
 @dataclass
@@ -52,16 +58,20 @@ class Row:
         return self.ratio <= float(bound) if relation == "<=" else self.ratio >= float(bound)
 
 
-def build(smoke: bool, half: bool = False) -> AdaPerceiverForImageClassification:
+def build(
+    smoke: bool,
+    half: bool = False,
+    model_class: type[AdaPerceiverForImageClassification] = AdaPerceiverForImageClassification,
+) -> AdaPerceiverForImageClassification:
     """The paper's model or one of half its width, with latents that matter: at init, blocks hardly change anything."""
     if smoke:
-        config = AdaPerceiverConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=21, num_labels=1000)
+        config = AdaPerceiverConfig(hidden_size=64, num_attention_heads=4, num_labels=1000, feature_size=96)
     elif half:
-        config = AdaPerceiverConfig(hidden_size=416, num_attention_heads=13, num_labels=1000)
+        config = AdaPerceiverConfig(hidden_size=416, num_attention_heads=13, num_labels=1000, feature_size=640)
     else:
         config = AdaPerceiverConfig(num_labels=1000)
     torch.manual_seed(0)
-    model = AdaPerceiverForImageClassification(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gamma", "latent_token", "output_token", "classifier.weight")):
@@ -109,7 +119,10 @@ def vit_suite(arguments: Arguments) -> list[Row]:
         ratio = speed["adaperceiver"] / speed["vit"]
         name = f"GFLOP/s, batch {batch} ({speed['adaperceiver']:.0f} against {speed['vit']:.0f})"
         rows.append(Row("vit", name, ratio, ">= 0.9", times))
-    memory = {name: peak_memory(network) for name, network in (("adaperceiver", model), ("vit", vit))}
+    memory = {
+        name: peak_memory(network, lambda: network(pixel_values), pixel_values)  # noqa: B023
+        for name, network in (("adaperceiver", model), ("vit", vit))
+    }
     # What lives at once in an FFN: its input, norm and output, the hidden layer before and after the activation, and in
     # AdaPerceiver the input tokens, which are part of the output.
     units = model.config.ffn_hidden_size(model.config.hidden_size)
@@ -151,12 +164,11 @@ class LiveMemory(TorchDispatchMode):
 
 
 @torch.no_grad()
-def peak_memory(model: torch.nn.Module) -> float:
-    """Megabytes that a forward of eight images needs at its peak, beside weights and images."""
-    pixel_values = torch.randn(8, 3, 224, 224)
+def peak_memory(model: torch.nn.Module, run: Callable, *inputs: torch.Tensor) -> float:
+    """Megabytes that `run` needs at its peak, beside the weights and the inputs."""
     with LiveMemory() as memory:
-        memory.known = {tensor.untyped_storage().data_ptr() for tensor in [pixel_values, *model.parameters()]}
-        model(pixel_values)
+        memory.known = {tensor.untyped_storage().data_ptr() for tensor in [*inputs, *model.parameters()]}
+        run()
     return memory.peak / 1e6
 
 
@@ -234,6 +246,52 @@ def groups_suite(arguments: Arguments) -> list[Row]:
     return [Row("tokens_per_image", "batch 64", times["together"] / times["apart"], "<= 1.10", times)]
 
 
+def once_for_all_suite(arguments: Arguments) -> list[Row]:
+    """A training step over all tokens, widths and depths, against one of the full model alone: forward and backward."""
+    pixel_values, labels = torch.randn(6, 3, 224, 224), torch.randint(0, 1000, (6,))
+    model = build(arguments.smoke, half=True)
+    rows = step_rows(arguments, model, "logits", ("<= 1.12", "<= 1.07"), pixel_values, labels=labels)
+    model = build(arguments.smoke, half=True, model_class=AdaPerceiverForDistillation)
+    features = torch.randn(6, 256, model.config.feature_size)
+    name = f"256 x {model.config.feature_size} features"
+    return rows + step_rows(arguments, model, name, ("<= 2.0", "<= 1.5"), pixel_values, teacher_features=features)
+
+
+def step_rows(
+    arguments: Arguments,
+    model: AdaPerceiverForImageClassification,
+    name: str,
+    bounds: tuple[str, str],  # of time and of memory
+    pixel_values: torch.Tensor,
+    **targets: torch.Tensor,
+) -> list[Row]:
+    config, batch = model.train().config, pixel_values.shape[0]
+    step = OnceForAll.draw(config, ["tokens", "depth"], batch, torch.Generator().manual_seed(0))
+    step = step._replace(width=tuple(config.widths[image % len(config.widths)] for image in range(batch)))
+
+    @torch.enable_grad()
+    def train(step: OnceForAll | None) -> None:
+        model.zero_grad()
+        model(pixel_values, once_for_all=step, **targets).loss.backward()
+
+    runs = {"joint": lambda: train(step), "full model": lambda: train(None)}
+    times = interleaved(runs, max(3, arguments.repeats // 2), arguments.seconds, f"once for all, {name}")
+    memory = {side: peak_memory(model, run, pixel_values, *targets.values()) for side, run in runs.items()}
+
+    points = [(tokens, config.num_hidden_layers) for tokens in step.tokens]
+    points += [(tokens, depth) for depth, tokens in enumerate(step.depth_tokens, start=1)]
+    loop = sum(model.flops(tokens=tokens, depth=depth)["total"] for tokens, depth in points) / model.flops()["total"]
+    what = (
+        f"{len(points)} readouts of {name}, {config.num_hidden_layers} blocks of {config.hidden_size}, batch {batch}"
+    )
+    time_name = f"time, {what} (a loop: {loop:.1f} x the FLOPs)"
+    memory_name = f"peak memory, {what} ({memory['joint']:.0f} against {memory['full model']:.0f} MB)"
+    return [
+        Row("once_for_all", time_name, times["joint"] / times["full model"], bounds[0], times),
+        Row("once_for_all", memory_name, memory["joint"] / memory["full model"], bounds[1], {}),
+    ]
+
+
 SUITES = {
     "block_attention": block_attention_suite,
     "vit": vit_suite,
@@ -241,6 +299,7 @@ SUITES = {
     "probes": probes_suite,
     "early_exit": exit_suite,
     "tokens_per_image": groups_suite,
+    "once_for_all": once_for_all_suite,
 }
 
 

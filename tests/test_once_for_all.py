@@ -38,7 +38,7 @@ def targets_of(model, names):
 
 
 def naive_loss(model, pixel_values, targets, step):
-    """The definition: every configuration on its own, image by image since widths differ."""
+    """The definition: every configuration on its own."""
 
     def loss_at(depth, tokens, **given):
         return model(pixel_values, tokens=tokens, depth=depth, width=step.width, **given).loss
@@ -60,9 +60,22 @@ def naive_loss(model, pixel_values, targets, step):
 
 
 def gradients(model, loss):
+    """By parameter; zeros where there is none."""
     model.zero_grad()
     loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+
+
+def assert_same_gradients(actual, expected):
+    """To 1e-5 of the largest entry of each."""
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().clamp(min=1)
+        torch.testing.assert_close(
+            actual[name] / scale, gradient / scale, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(("model_class", "names"), CASES)
@@ -73,16 +86,8 @@ def test_one_pass_gives_the_loss_and_gradients_of_the_loop_over_configurations(m
     expected = naive_loss(model, pixel_values, targets, step)
     actual = model(pixel_values, once_for_all=step, **targets).loss
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    expected, actual = gradients(model, 3 * expected), gradients(model, 3 * actual)  # scaled, as by accumulation
-    for name, gradient in expected.items():
-        scale = 1 if gradient is None else gradient.abs().max().clamp(min=1)
-        wanted = None if gradient is None or not gradient.any() else gradient / scale
-        if wanted is None:
-            assert actual[name] is None or not actual[name].any(), name
-        else:
-            torch.testing.assert_close(
-                actual[name] / scale, wanted, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    scaled = [gradients(model, 3 * loss) for loss in (actual, expected)]  # as by accumulation
+    assert_same_gradients(*scaled)
 
 
 def test_the_joint_loss_and_its_gradients_are_the_official_ones():
@@ -102,33 +107,76 @@ def test_the_joint_loss_and_its_gradients_are_the_official_ones():
         torch.testing.assert_close(actual, recorded()[key].reshape(actual.shape), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_gradient_checkpointing_and_attention_dropout_keep_the_joint_loss(implementation, tiny_model):
-    model, labels = tiny_model(AdaPerceiverForImageClassification).train(), torch.tensor([1, 2, 3, 4])
-    pixel_values = images(4)
-    model.set_attn_implementation(implementation)
-    expected = model(pixel_values, labels=labels, once_for_all=STEP).loss
-    expected_gradients = gradients(model, expected)
+def eager_attention(model):
+    model.set_attn_implementation("eager")
+
+
+def checkpointed(model):
     model.gradient_checkpointing_enable()
-    actual = model(pixel_values, labels=labels, once_for_all=STEP).loss
+
+
+def hooked(model):
+    """The layers are called as they are: the class readout does not fold its query, and the FFNs mask their units."""
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None)
+
+
+def sharded(model):
+    """As ZeRO marks parameters that are gathered in the call of their module."""
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+
+
+@pytest.mark.parametrize("change", [eager_attention, checkpointed, hooked, sharded])
+def test_the_way_a_joint_step_is_computed_changes_neither_loss_nor_gradients(change, tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForDistillation).train(), images(4)
+    targets = targets_of(model, ["labels", "teacher_logits", "teacher_features"])
+    expected = model(pixel_values, once_for_all=STEP, **targets).loss
+    expected_gradients = gradients(model, expected)
+    change(model)
+    actual = model(pixel_values, once_for_all=STEP, **targets).loss
     torch.testing.assert_close(actual, expected)
-    for name, gradient in gradients(model, actual).items():
-        torch.testing.assert_close(gradient, expected_gradients[name])
+    assert_same_gradients(gradients(model, actual), expected_gradients)
+
+
+def test_a_joint_loss_without_gradients_is_the_same(tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForDistillation).train(), images(4)
+    targets = targets_of(model, ["labels", "teacher_features"])
+    expected = model(pixel_values, once_for_all=STEP, **targets).loss
+    with torch.no_grad():
+        actual = model(pixel_values, once_for_all=STEP, **targets).loss
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, expected.detach())
 
 
 @pytest.mark.parametrize("axes", [["tokens"], ["tokens", "depth"], ["tokens", "depth", "width"], ["width"], ["depth"]])
 def test_a_draw_covers_the_axes_and_nothing_else(axes, tiny_config):
-    drawn = [OnceForAll.draw(tiny_config, axes, batch_size=5) for _ in range(200)]
-    for step in drawn:
-        assert step.tokens == (tuple(tiny_config.token_granularities) if "tokens" in axes else (16,))
-        assert len(step.depth_tokens) == (2 if "depth" in axes else 0)
-    widths = {step.width if isinstance(step.width, int) else frozenset(step.width) for step in drawn}
-    assert frozenset().union(*(w for w in widths if isinstance(w, frozenset))) == (
-        {16, 24, 32} if "width" in axes else set()
-    )
-    assert {len(step.width) for step in drawn if isinstance(step.width, tuple)} <= {5}
-    seen = {tokens for step in drawn for tokens in step.depth_tokens}
-    assert seen == ({} if "depth" not in axes else set(drawn[0].tokens)) or not seen
+    steps = [OnceForAll.draw(tiny_config, axes, batch_size=5) for _ in range(200)]
+    tokens = (2, 4, 6, 8, 12, 16) if "tokens" in axes else (16,)
+    assert {step.tokens for step in steps} == {tokens}
+    if "depth" in axes:
+        assert {len(step.depth_tokens) for step in steps} == {2}  # one for each block
+        assert {count for step in steps for count in step.depth_tokens} == set(tokens)
+    else:
+        assert {step.depth_tokens for step in steps} == {()}
+    if "width" in axes:
+        assert {len(step.width) for step in steps} == {5}  # one for each image
+        assert {width for step in steps for width in step.width} == {16, 24, 32}
+    else:
+        assert {step.width for step in steps} == {32}
+
+
+def test_a_generator_repeats_a_draw(tiny_config):
+    def draw(seed):
+        axes = ["tokens", "depth", "width"]
+        return OnceForAll.draw(tiny_config, axes, 100, torch.Generator().manual_seed(seed))
+
+    assert draw(0) == draw(0) != draw(1)
+
+
+def test_a_draw_is_shared_out_by_image():
+    assert STEP.of_images([2, 0]) == STEP._replace(width=(24, 32))
+    assert STEP._replace(width=24).of_images([2, 0]) == STEP._replace(width=24)
 
 
 def test_the_weights_of_either_kind_of_readout_sum_to_one():
@@ -169,26 +217,28 @@ def test_frozen_parts_get_no_gradient(tiny_model):
 
 
 def test_a_sum_in_turn_keeps_one_term_at_a_time():
-    """Every term makes a large tensor that only its own backward pass needs."""
-    alive, most = set(), 0
+    alive = most = 0
 
-    class Large(torch.autograd.Function):
+    class Counted(torch.autograd.Function):
+        """The identity; its term is alive between the forward and the backward pass."""
+
         @staticmethod
         def forward(ctx, x):
-            nonlocal most
-            ctx.save_for_backward(token := torch.zeros(1))
-            alive.add(id(ctx))
-            most = max(most, len(alive))
-            ctx.token = token
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            alive.discard(id(ctx))
+            nonlocal alive
+            alive -= 1
             return gradient
 
     x, scale = torch.ones(3, requires_grad=True), torch.nn.Parameter(torch.tensor(2.0))
-    total = sum_in_turn([(lambda x, i=i: (i * scale * Large.apply(x)).sum(), (x,)) for i in (1.0, 2.0, 3.0)], [scale])
+    total = sum_in_turn(
+        [(lambda x, i=i: (i * scale * Counted.apply(x)).sum(), (x,)) for i in (1.0, 2.0, 3.0)], [scale]
+    )
     (10 * total).backward()
     assert most == 1
     torch.testing.assert_close(total.detach(), torch.tensor(36.0))
@@ -214,3 +264,10 @@ def test_an_operating_point_beside_a_step_is_refused(tiny_model):
     model = tiny_model(AdaPerceiverForImageClassification)
     with pytest.raises(TypeError, match="`once_for_all` says where the model runs, got tokens beside it"):
         model(images(4), labels=torch.zeros(4, dtype=torch.long), once_for_all=STEP, tokens=8)
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_of_one_configuration_are_refused_beside_a_step(name, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    with pytest.raises(ValueError, match=f"`{name}` has no place in a once-for-all step"):
+        model(images(4), labels=torch.zeros(4, dtype=torch.long), once_for_all=STEP, **{name: True})
