@@ -175,13 +175,14 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
             drawn[step] = OnceForAll.draw(config, distillation.adaptive_axes, optimization.batch_size, generator)
         once_for_all = drawn[step].of_images((batch["micro"] % (accumulation * world)) * size + batch["places"])
         targets = {}
-        if distillation.distill == "features":
-            targets["teacher_features"] = teacher.features(batch["images"], (config.grid_size, config.grid_size))
-        else:
-            cached = batch.get("teacher_logits")
-            targets["teacher_logits"] = teacher.logits(batch["images"]) if cached is None else cached
-            if distillation.label_loss:
-                targets["labels"] = batch["labels"]
+        with accelerator.autocast():
+            if distillation.distill == "features":
+                targets["teacher_features"] = teacher.features(batch["images"], (config.grid_size, config.grid_size))
+            else:
+                cached = batch.get("teacher_logits")
+                targets["teacher_logits"] = teacher.logits(batch["images"]) if cached is None else cached
+        if distillation.label_loss:
+            targets["labels"] = batch["labels"]
         return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
 
     def save(model, folder: Path, metrics: dict) -> None:

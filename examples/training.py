@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from glob import glob
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
     if not path.is_file():
         raise SystemExit(f"There is no recipe {path}; those at hand are {', '.join(known_recipes())}.")
     recipe = yaml.safe_load(path.read_text()) or {}  # JSON is YAML, too
-    parser = HfArgumentParser(groups)
+    parser = HfArgumentParser(groups, allow_abbrev=False)
     stages = recipe.pop("stages", None) or [{}]
     parsed = []
     for number, stage in enumerate(stages, start=1):
@@ -569,7 +569,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        ema.update_parameters(accelerator.unwrap_model(model))
+        ema.update_parameters(Whole(accelerator.unwrap_model(model)))
         progress.step += 1
         seen += optimization.batch_size
         bar.update()
@@ -596,6 +596,18 @@ def train(
         accelerator.print(f"{skipped} images could not be read and were left out.")
     accelerator.end_training()
     return progress.metrics
+
+
+class Whole(NamedTuple):
+    """A model as the average wants to see it: with whole parameters, also where FSDP shards them."""
+
+    model: torch.nn.Module
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.model.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return self.model.buffers()
 
 
 class Progress:

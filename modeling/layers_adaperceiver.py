@@ -5,7 +5,7 @@ An operating point comes in as arguments: `groups` cut the latents as the block 
 FFNs, and depth is simply how many blocks are called. Nothing is kept between calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -480,22 +480,21 @@ class AdaPerceiverClassReadout(nn.Module):
         return Folded(query @ key_weight, bias)
 
     def forward(
-        self, latents: torch.Tensor, rope: Rope, folded: Folded | None = None, prefixes: Sequence[int] | None = None
+        self,
+        latents: torch.Tensor | Sequence[torch.Tensor],
+        rope: Rope,
+        folded: Folded | None = None,
+        prefixes: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """
         (batch, latents, hidden_size) -> (batch, 1, hidden_size), or (batch, len(prefixes), hidden_size): one output token
         from each `latents[:, :prefix]`, for ascending `prefixes`. `folded` is that of this `rope`, if it is at hand.
-        """
-        prefixes = [latents.shape[1]] if prefixes is None else prefixes
-        return self.write_each([(latents, prefixes)], rope, folded)
 
-    def write_each(
-        self,
-        readouts: Sequence[tuple[torch.Tensor, Sequence[int]]],
-        rope: Rope,
-        folded: Folded | None = None,
-    ) -> torch.Tensor:
-        """Several `(latents, prefixes)` at once, which share the projections: (batch, all prefixes, hidden_size)"""
+        Several latents, with as many lists of prefixes, share the projections: (batch, all prefixes, hidden_size).
+        """
+        if isinstance(latents, torch.Tensor):
+            latents, prefixes = [latents], [[latents.shape[1]] if prefixes is None else prefixes]
+        readouts = list(zip(latents, prefixes))
         folded = self.fold(rope) if folded is None else folded
         if folded is None:
             written = [
@@ -543,6 +542,14 @@ def prefix_pool(scores: torch.Tensor, source: torch.Tensor, prefixes: Sequence[i
     return torch.stack(pooled, dim=1)
 
 
+class WeightedLoss(NamedTuple):
+    """A loss of output tokens, over many readouts."""
+
+    loss_of: Callable[[torch.Tensor], torch.Tensor]
+    weights: dict[int, dict[int, float]]  # {depth: {tokens: weight}}
+    parameters: Sequence[nn.Parameter]  # that `loss_of` uses
+
+
 class AdaPerceiverDenseReadout(nn.Module):
     """Latents to one output token per input token, for dense prediction."""
 
@@ -551,37 +558,40 @@ class AdaPerceiverDenseReadout(nn.Module):
         self.projection = nn.Linear(config.hidden_size, config.hidden_size)
         self.write = AdaPerceiverCrossAttention(config)
 
-    def forward(self, latents: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """(batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)"""
+    def forward(
+        self,
+        latents: torch.Tensor | Sequence[torch.Tensor],
+        input_tokens: torch.Tensor,
+        rope: Rope,
+        weighted_loss: WeightedLoss | None = None,
+    ) -> torch.Tensor:
+        """
+        (batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)
+
+        With a `weighted_loss`, `latents` are those after every block, and the sum of the loss over its readouts comes back.
+        """
+        if weighted_loss is not None:
+            return self.loss_in_turn(latents, input_tokens, rope, weighted_loss)
         return self.write(self.projection(input_tokens), latents, source_rope=rope)
 
     def loss_in_turn(
-        self,
-        loss_of: Callable[[torch.Tensor], torch.Tensor],
-        latents: Sequence[torch.Tensor],
-        weights: dict[int, dict[int, float]],
-        input_tokens: torch.Tensor,
-        rope: Rope,
-        parameters: Iterable[nn.Parameter],
+        self, latents: Sequence[torch.Tensor], input_tokens: torch.Tensor, rope: Rope, weighted_loss: WeightedLoss
     ) -> torch.Tensor:
-        """
-        The sum of `weight * loss_of(output tokens)` over the readouts `{depth: {tokens: weight}}`, in the memory of one.
-
-        `latents[depth - 1]` are those after block `depth`; `parameters` are those of `loss_of`. Readouts share queries,
-        and those of one depth keys and values.
-        """
+        """In the memory of one readout. All share queries, and those of one depth keys and values."""
+        loss_of, weights, parameters = weighted_loss
         write = self.write
         sink = self.projection(input_tokens)
         query, terms = write.query(sink), []
 
         def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
-            def weighted_loss(sink, query, key, value):
+            def loss_at(sink, query, key, value):
                 return weight * loss_of(sink + write.attend(query, key[:, :, :tokens], value[:, :, :tokens])[0])
 
-            return weighted_loss
+            return loss_at
 
         for depth, weight_of in weights.items():
             last = max(weight_of)
             key, value = write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
             terms += [(term(tokens, weight), (sink, query, key, value)) for tokens, weight in weight_of.items()]
-        return sum_in_turn(terms, [*write.o_proj.parameters(), *parameters])
+        # Who hooks into this call (FSDP) wants to see its parameters used in the backward pass, not before.
+        return sum_in_turn(terms, [*write.o_proj.parameters(), *parameters], again=is_hooked(self))

@@ -38,6 +38,7 @@ from .layers_adaperceiver import (
     AdaPerceiverLayerScale,
     AdaPerceiverRead,
     AdaPerceiverSelfAttention,
+    WeightedLoss,
     rotary_embedding,
 )
 from .loss_adaperceiver import (
@@ -492,8 +493,9 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logit_loss` over all readouts of a once-for-all step, and the logits of the last one, the full model's."""
         weights = step.weights(self.config.num_hidden_layers)
-        readouts = [(latents[depth - 1], list(weight_of)) for depth, weight_of in weights.items()]
-        logits = self.classifier(self.adaperceiver.class_readout.write_each(readouts, rope)).unbind(dim=1)
+        read_from, prefixes = [latents[depth - 1] for depth in weights], [list(of) for of in weights.values()]
+        written = self.adaperceiver.class_readout(read_from, rope, prefixes=prefixes)
+        logits = self.classifier(written).unbind(dim=1)
         weights = [weight for weight_of in weights.values() for weight in weight_of.values()]
         loss = sum(
             weight * self.logit_loss(logits_at, labels, teacher_logits, kwargs)
@@ -702,16 +704,9 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             def loss_of(output_tokens: torch.Tensor) -> torch.Tensor:
                 return feature_distillation_loss(self.feature_adapter(output_tokens), teacher_features)
 
-            losses.append(
-                self.adaperceiver.dense_readout.loss_in_turn(
-                    loss_of,
-                    latents,
-                    step.weights(self.config.num_hidden_layers, normalized=False),
-                    input_tokens,
-                    rope,
-                    self.feature_adapter.parameters(),
-                )
-            )
+            weights = step.weights(self.config.num_hidden_layers, normalized=False)
+            weighted_loss = WeightedLoss(loss_of, weights, [*self.feature_adapter.parameters()])
+            losses.append(self.adaperceiver.dense_readout(latents, input_tokens, rope, weighted_loss))
         return AdaPerceiverDistillationOutput(loss=sum(losses), logits=logits)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
@@ -758,14 +753,9 @@ def joint_dense_loss(
         features = model.feature_adapter(output_tokens)
         return loss_of(model.head(to_map(features, pixel_values, model.config.patch_size)), labels)
 
-    return model.adaperceiver.dense_readout.loss_in_turn(
-        loss_of_tokens,
-        latents,
-        step.weights(model.config.num_hidden_layers),
-        input_tokens,
-        rope,
-        [*model.feature_adapter.parameters(), *model.head.parameters()],
-    )
+    parameters = [*model.feature_adapter.parameters(), *model.head.parameters()]
+    weighted_loss = WeightedLoss(loss_of_tokens, step.weights(model.config.num_hidden_layers), parameters)
+    return model.adaperceiver.dense_readout(latents, input_tokens, rope, weighted_loss)
 
 
 class AdaPerceiverSegmentationHead(nn.Module):

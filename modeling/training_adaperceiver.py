@@ -92,17 +92,18 @@ class OnceForAll(NamedTuple):
 def sum_in_turn(
     terms: Sequence[tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]],
     parameters: Sequence[torch.nn.Parameter],
+    again: bool = False,
 ) -> torch.Tensor:
     """
     The sum of `function(*tensors)` over `terms`, in the memory of one: the gradients of a term are taken as soon as its
     value is known, and what it computed is freed before the next one starts. No work is done twice.
 
-    `parameters` are those that the functions use beside their arguments.
+    `parameters` are those that the functions use beside their arguments. Where they are sharded, or with `again=True`, the
+    terms are computed again in the backward pass instead.
     """
     if not torch.is_grad_enabled():
         return sum(function(*tensors) for function, tensors in terms)
-    sharded = [p for p in parameters if is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id")]
-    if sharded:  # FSDP and ZeRO gather such parameters in the module's own call: run it again in the backward pass
+    if again or any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in parameters):  # DTensor, ZeRO
         return sum(checkpoint(function, *tensors, use_reentrant=False) for function, tensors in terms)
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     tensors = {id(tensor): tensor for _, arguments in terms for tensor in arguments}  # each once, in order

@@ -1,8 +1,12 @@
 """Once-for-all training: one pass gives the losses and gradients of a loop over all configurations."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import images
+from conftest import TINY, images
 from official import official_model, our_name, recorded
 
 from adaperceiver import (
@@ -271,3 +275,57 @@ def test_outputs_of_one_configuration_are_refused_beside_a_step(name, tiny_model
     model = tiny_model(AdaPerceiverForImageClassification)
     with pytest.raises(ValueError, match=f"`{name}` has no place in a once-for-all step"):
         model(images(4), labels=torch.zeros(4, dtype=torch.long), once_for_all=STEP, **{name: True})
+
+
+SHARDED = """
+import copy, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import adaperceiver
+from adaperceiver import AdaPerceiverConfig, OnceForAll
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+step = OnceForAll(tokens=(2, 4, 16), depth_tokens=(4, 12), width=(32, 16))
+torch.manual_seed(0)
+pixel_values, classes, maps = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,)), torch.randint(0, 10, (4, 32, 32))
+targets = {
+    "AdaPerceiverForImageClassification": {"labels": classes},
+    "AdaPerceiverForDistillation": {"labels": classes, "teacher_features": torch.randn(4, 16, 24)},
+    "AdaPerceiverForSemanticSegmentation": {"labels": maps},
+}
+for name, target in targets.items():
+    model = getattr(adaperceiver, name)(AdaPerceiverConfig(**TINY)).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+
+    def loss_of(model, rows):
+        return model(pixel_values[rows], once_for_all=step, **{key: value[rows] for key, value in target.items()}).loss
+
+    whole = copy.deepcopy(model)
+    ((loss_of(whole, slice(0, 2)) + loss_of(whole, slice(2, 4))) / 2).backward()
+    for module in model.modules():
+        if type(module).__name__ in model._no_split_modules:
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss_of(model, slice(2 * rank, 2 * rank + 2)).backward()
+    for (parameter_name, ours), expected in zip(model.named_parameters(), whole.parameters()):
+        if expected.grad is not None:
+            actual, scale = ours.grad.full_tensor(), expected.grad.abs().max().clamp(min=1)
+            torch.testing.assert_close(actual / scale, expected.grad / scale, rtol=0, atol=1e-5)
+    print(name, "agrees")
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_sharded_over_two_processes_gets_the_gradients_of_a_whole_one(tmp_path):
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED.replace("**TINY", f"**{TINY}"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("agrees") == 6
