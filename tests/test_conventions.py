@@ -589,6 +589,22 @@ def test_the_trainer_lowers_the_loss_and_leaves_a_checkpoint(tiny_config, tmp_pa
     assert_equal(aligned(loaded)(pixel_values).logits, aligned(model.eval())(pixel_values).logits)
 
 
+def test_the_trainer_trains_every_configuration_with_no_subclass(tiny_config, tmp_path):
+    tiny_config.num_labels, tiny_config.adaptive_axes = 3, ["tokens", "depth", "width"]
+    model, dataset = AdaPerceiverForImageClassification(tiny_config), coloured_images(48)
+    arguments = training_arguments(
+        tmp_path, max_steps=40, save_strategy="no", logging_steps=1, per_device_train_batch_size=12, learning_rate=2e-3
+    )
+    trainer = Trainer(model, arguments, train_dataset=dataset)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(2.2, abs=0.2)  # twice chance: tokens and depth
+    pixel_values, labels = torch.stack([*dataset["pixel_values"]]), torch.stack([*dataset["labels"]])
+    for width in tiny_config.widths:
+        predicted = model.eval().logits_grid(pixel_values, width=width).argmax(dim=-1)  # (depths, granularities, images)
+        assert (predicted == labels).float().mean(dim=-1).min() > 0.9
+
+
 def test_the_trainer_predicts(tiny_model, tmp_path):
     model = tiny_model(AdaPerceiverForImageClassification)
     dataset = coloured_images(6)
