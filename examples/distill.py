@@ -121,6 +121,15 @@ def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
     }
 
 
+def check(data: DataArguments, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
+    if args.cached_views and (data.streaming or args.distill == "features"):
+        raise SystemExit(f"--cached_views {args.cached_views} needs data that can be indexed and --distill logits.")
+    if args.label_loss and (augmentation.mixup_alpha or augmentation.cutmix_alpha):
+        raise SystemExit(
+            "--label_loss needs --mixup_alpha 0 and --cutmix_alpha 0: mixed images have no label of their own."
+        )
+
+
 def run_stage(run, data, augmentation, optimization, distillation) -> None:
     arguments = {
         name: value
@@ -142,6 +151,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         student.adaperceiver.class_readout.requires_grad_(False)
         student.classifier.requires_grad_(False)
 
+    check(data, augmentation, distillation)
     augment = Augment(augmentation, student.config.image_size)
     accumulation = micro_batches_per_step(optimization, accelerator)
     size, world, rank = optimization.micro_batch_size, accelerator.num_processes, accelerator.process_index

@@ -601,7 +601,9 @@ def test_the_trainer_trains_every_configuration_with_no_subclass(tiny_config, tm
     assert losses[0] == pytest.approx(2.2, abs=0.2)  # twice chance: tokens and depth
     pixel_values, labels = torch.stack([*dataset["pixel_values"]]), torch.stack([*dataset["labels"]])
     for width in tiny_config.widths:
-        predicted = model.eval().logits_grid(pixel_values, width=width).argmax(dim=-1)  # (depths, granularities, images)
+        predicted = (
+            model.eval().logits_grid(pixel_values, width=width).argmax(dim=-1)
+        )  # (depths, granularities, images)
         assert (predicted == labels).float().mean(dim=-1).min() > 0.9
 
 

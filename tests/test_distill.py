@@ -253,6 +253,21 @@ def test_label_spaces_must_match(arguments, tmp_path):
         distill.main(arguments(teacher=teacher))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cached_views": 2, "distill": "features"},
+            "--cached_views 2 needs data that can be indexed and --distill logits",
+        ),
+        ({"label_loss": True, "mixup_alpha": 0.5}, "--label_loss needs --mixup_alpha 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message, arguments):
+    with pytest.raises(SystemExit, match=message):
+        distill.main(arguments(**changes))
+
+
 def test_the_effective_batch_must_divide(arguments):
     with pytest.raises(SystemExit, match=r"--batch_size must be a multiple of .* 3 x 1 = 3, got 8"):
         distill.main(arguments(micro_batch_size=3))
