@@ -121,6 +121,38 @@ def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
     }
 
 
+@torch.no_grad()
+def evaluate_features(model, dataset, processor, accelerator, teacher: Teacher, size: int = 64) -> dict:
+    """Cosine between the features of student and teacher, of the full model and along each axis from there."""
+    config = model.config
+    calls = {"": [{}], "_by_tokens": [{"tokens": tokens} for tokens in config.token_granularities]}
+    calls["_by_width"] = [{"width": width} for width in config.widths]
+    calls["_by_depth"] = [{"depth": depth} for depth in range(1, config.num_hidden_layers + 1)]
+    totals = {name: torch.zeros(len(points) + 1, device=accelerator.device) for name, points in calls.items()}
+    mean, std = normalisation(processor, accelerator)
+    for pixel_values, _ in validation_batches(dataset, processor, size, accelerator):
+        wanted = teacher.features(pixel_values * std + mean, (config.grid_size, config.grid_size))
+        for name, points in calls.items():
+            features = [model(pixel_values, **point).features for point in points]
+            cosines = [
+                torch.nn.functional.cosine_similarity(one, wanted, dim=-1).mean(dim=1).sum() for one in features
+            ]
+            totals[name] += torch.stack([*cosines, cosines[0].new_tensor(len(wanted))])
+    found = {}
+    for name, points in calls.items():
+        *sums, count = accelerator.reduce(totals[name], "sum").tolist()
+        values = [total / count for total in sums]
+        keys = [str(value) for point in points for value in point.values()]
+        found[f"cosine{name}"] = dict(zip(keys, values)) if name else values[0]
+    return found
+
+
+def normalisation(processor, accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation, each (3, 1, 1)"""
+    both = (processor.image_mean, processor.image_std)
+    return tuple(torch.tensor(values, device=accelerator.device)[:, None, None] for values in both)
+
+
 def check(data: DataArguments, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
     if args.cached_views and (data.streaming or args.distill == "features"):
         raise SystemExit(f"--cached_views {args.cached_views} needs data that can be indexed and --distill logits.")
@@ -174,8 +206,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         micros = range(step * accumulation * world + rank, steps * accumulation * world, world)
         return torch.utils.data.DataLoader(batches, sampler=micros, **options)
 
-    mean = torch.tensor(processor.image_mean, device=accelerator.device)[:, None, None]
-    std = torch.tensor(processor.image_std, device=accelerator.device)[:, None, None]
+    mean, std = normalisation(processor, accelerator)
     config, drawn = student.config, {}
 
     def loss_of(model, batch, step: int) -> torch.Tensor:
@@ -197,24 +228,31 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
 
     def save(model, folder: Path, metrics: dict) -> None:
         name = Path(data.dataset).name
-        model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
+        if "grid" in metrics:
+            model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
         card = model_card(f"AdaPerceiver distilled on {name}", "examples/distill.py", arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
+    common = {"dataset": validation_data, "processor": processor, "accelerator": accelerator}
+    if distillation.distill == "features":
+        measure = partial(evaluate_features, teacher=teacher, **common)
+    else:
+        measure = partial(evaluate, **common)
     metrics = train(
         accelerator,
         student,
         loader_from,
         loss_of,
-        evaluate=partial(evaluate, dataset=validation_data, processor=processor, accelerator=accelerator),
+        evaluate=measure,
         save=save,
         run=run,
         optimization=optimization,
         steps=steps,
     )
-    for name in ("accuracy_by_tokens", "accuracy_by_width", "accuracy_by_depth"):
-        scores = ", ".join(f"{at}: {score:.1%}" for at, score in metrics[name].items())
-        accelerator.print(f"{name.replace('_', ' ')}  {scores}")
+    for name, scores in metrics.items():
+        if isinstance(scores, dict):
+            row = "  ".join(f"{at}: {score:.1%}" for at, score in scores.items())
+            accelerator.print(f"{name.replace('_', ' '):20} {row}")
 
 
 def main(arguments: list[str]) -> None:

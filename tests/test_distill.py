@@ -221,6 +221,9 @@ def test_features_are_distilled_from_transformers_and_convolutional_teachers(kin
     recorded = losses(tmp_path / "run")
     assert len(recorded) == 3
     assert all(np.isfinite(list(recorded.values())))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert -1 <= last["cosine"] <= 1
+    assert last["cosine_by_tokens"]["8"] == last["cosine_by_depth"]["2"] == pytest.approx(last["cosine"])
 
 
 def test_the_teacher_sees_its_own_normalisation_and_size(teacher_folder):
