@@ -17,28 +17,30 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from data import (
+    Augment,
+    AugmentationArguments,
+    DataArguments,
+    MicroBatches,
+    StreamedMicroBatches,
+    label_names,
+    load_splits,
+    seed_of,
+    validation_batches,
+)
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from scenes import teacher as train_teacher
 from teacher import CachedMicroBatches, Teacher, cache_views
 from training import (
-    Augment,
-    AugmentationArguments,
-    DataArguments,
-    MicroBatches,
     OptimizationArguments,
     RunArguments,
-    StreamedMicroBatches,
-    label_names,
-    load_splits,
     micro_batches_per_step,
     model_card,
     parse,
-    seed_of,
     shrink,
     start,
     train,
-    validation_batches,
 )
 
 from adaperceiver import (

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from data import Augment, MicroBatches
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from training import Augment, MicroBatches, write_whole
+from training import write_whole
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 

@@ -31,6 +31,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
+import data  # noqa: E402
 import distill  # noqa: E402
 import teacher as teachers  # noqa: E402
 import training  # noqa: E402
@@ -324,8 +325,8 @@ def test_images_that_cannot_be_read_are_skipped_counted_and_reported(arguments, 
 
 def parquet(image_folder, tmp_path):
     folder = tmp_path / "parquet"
-    for split, data in load_dataset(str(image_folder)).items():
-        data.to_parquet(folder / f"{split}.parquet")
+    for split, rows in load_dataset(str(image_folder)).items():
+        rows.to_parquet(folder / f"{split}.parquet")
     return {"dataset": folder}
 
 
@@ -358,17 +359,17 @@ def test_data_may_come_as_parquet_or_shards_whole_or_streamed(form, arguments, i
 
 
 def test_a_streamed_run_resumes_where_it_stopped(arguments, image_folder, tmp_path, monkeypatch):
-    data = {**streamed_parquet(image_folder, tmp_path), "workers": 1}
-    distill.main(arguments(**data, output_dir=tmp_path / "whole"))
+    form = {**streamed_parquet(image_folder, tmp_path), "workers": 1}
+    distill.main(arguments(**form, output_dir=tmp_path / "whole"))
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training.Metrics, "log", interrupt_after(training.Metrics.log, calls=5, interrupt=interrupt))
     with pytest.raises(KeyboardInterrupt):
-        distill.main(arguments(**data))
+        distill.main(arguments(**form))
     monkeypatch.undo()
-    distill.main([*arguments(**data), "--resume"])
+    distill.main([*arguments(**form), "--resume"])
     expected, actual = losses(tmp_path / "whole"), losses(tmp_path / "run")
     assert actual.keys() == expected.keys()
     for step, loss in expected.items():
@@ -393,7 +394,7 @@ def test_a_column_or_split_that_is_not_there_is_named(arguments):
 
 
 def augmenter(**changes):
-    return training.Augment(training.AugmentationArguments(**changes), image_size=16)
+    return data.Augment(data.AugmentationArguments(**changes), image_size=16)
 
 
 def images_and_labels(count=12):
@@ -428,9 +429,9 @@ def test_mixed_labels_tell_what_the_images_show():
 
 
 def test_a_micro_batch_does_not_depend_on_who_asks_for_it(image_folder):
-    args = training.DataArguments(dataset=str(image_folder))
-    dataset, _ = training.load_splits(args)
-    batches = training.MicroBatches(dataset, 4, augmenter(), seed=3)
+    args = data.DataArguments(dataset=str(image_folder))
+    dataset, _ = data.load_splits(args)
+    batches = data.MicroBatches(dataset, 4, augmenter(), seed=3)
     alone = batches[5]
     loader = torch.utils.data.DataLoader(batches, sampler=range(3, 7), batch_size=None, num_workers=2)
     in_company = list(loader)[2]
@@ -443,7 +444,7 @@ def test_a_micro_batch_does_not_depend_on_who_asks_for_it(image_folder):
 def test_cached_views_hold_what_the_teacher_says_of_them(image_folder, teacher_folder, tmp_path):
     accelerator = Accelerator(cpu=True)
     teacher = teachers.Teacher(teacher_folder, accelerator)
-    dataset, _ = training.load_splits(training.DataArguments(dataset=str(image_folder)))
+    dataset, _ = data.load_splits(data.DataArguments(dataset=str(image_folder)))
     augment = augmenter(mixup_alpha=0.0)
     folder = teachers.cache_views(dataset, augment, teacher, 2, tmp_path, 0, 0, accelerator)
     batches = teachers.CachedMicroBatches(folder, 2, len(dataset), size=4, seed=0)

@@ -23,17 +23,10 @@ from adaperceiver import AdaPerceiverConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+from data import AugmentationArguments, DataArguments
 from distill import DistillationArguments
 from soap import DelayedSOAP
-from training import (
-    AugmentationArguments,
-    DataArguments,
-    OptimizationArguments,
-    RunArguments,
-    build_optimizer,
-    build_scheduler,
-    parse,
-)
+from training import OptimizationArguments, RunArguments, build_optimizer, build_scheduler, parse
 
 
 REPOSITORY = Path(__file__).parents[1]

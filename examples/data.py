@@ -1,0 +1,248 @@
+"""
+Images for the training scripts: from wherever they are to augmented micro-batches.
+
+What is random is keyed by seed and position in the run, never by how the work is divided: one process or many, with or without
+an interruption, the same effective batches see the same augmentations.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
+from PIL import Image as PILImage
+from scenes import scenes
+
+from adaperceiver.image_processing_adaperceiver import to_rgb
+
+
+@dataclass
+class DataArguments:
+    dataset: str = field(
+        default="scenes",
+        metadata={
+            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards.'
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
+    train_split: str = "train"
+    validation_split: str | None = field(
+        default=None, metadata={"help": "By default the first of validation, val and test that exists."}
+    )
+    image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
+    label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
+    )
+    shuffle_buffer: int = 10_000
+    train_samples: int | None = field(default=None, metadata={"help": "Use the first images alone, for a trial."})
+    validation_samples: int | None = None
+    workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+
+
+def load_splits(args: DataArguments) -> tuple[Dataset | IterableDataset, Dataset]:
+    """Training and validation data with the columns `image` (not decoded) and `label`, whatever they come from."""
+    if args.dataset == "scenes":
+        train = scenes(args.train_samples or 8000, split="train")
+        validation = scenes(args.validation_samples or 1000, split="validation")
+    else:
+        splits = load_any(args)
+        names = [args.validation_split] if args.validation_split else ["validation", "val", "test"]
+        validation_split = next((name for name in names if name in splits), None)
+        if args.train_split not in splits or validation_split is None:
+            wanted = f"{args.train_split!r} and one of {names}"
+            raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
+        train, validation = splits[args.train_split], splits[validation_split]
+    train = standard_columns(train, args, args.train_samples)
+    return train, standard_columns(validation, args, args.validation_samples)
+
+
+def load_any(args: DataArguments) -> dict[str, Dataset | IterableDataset]:
+    path, options = args.dataset, {"streaming": args.streaming}
+    if path.endswith((".tar", ".parquet")):
+        builder = "webdataset" if path.endswith(".tar") else "parquet"
+        return load_dataset(builder, data_files=path, **options)
+    return load_dataset(path, args.dataset_config, **options)
+
+
+def standard_columns(split: Dataset | IterableDataset, args: DataArguments, samples: int | None):
+    features = split.features or {}
+    image = args.image_column or next((n for n, f in features.items() if isinstance(f, Image)), None)
+    label = args.label_column or next((n for n in ("label", "labels", "cls", "fine_label") if n in features), None)
+    for option, name in (("image_column", image), ("label_column", label)):
+        if name not in features:
+            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {name}.")
+    if isinstance(split, Dataset):
+        if len(split) == 0:
+            raise SystemExit(f"--dataset {args.dataset} has an empty split.")
+        split = split.select(range(min(samples or len(split), len(split))))
+    elif samples:
+        split = split.take(samples)
+    names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
+    split = split.select_columns([image, label]).rename_columns(names)
+    return split.cast_column("image", Image(decode=False))
+
+
+def label_names(split: Dataset | IterableDataset) -> list[str] | None:
+    feature = split.features["label"]
+    return feature.names if isinstance(feature, ClassLabel) else None
+
+
+def decode(stored: dict) -> torch.Tensor | None:
+    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
+    try:
+        image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
+    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------- augmentation
+
+
+@dataclass
+class AugmentationArguments:
+    crop_scale: list[float] = field(
+        default_factory=lambda: [0.08, 1.0], metadata={"help": "Least and largest area of random resized crops."}
+    )
+    flip: bool = True
+    randaugment_ops: int = 2
+    randaugment_magnitude: int = field(default=15, metadata={"help": "0 to 30; 0 leaves RandAugment out."})
+    mixup_alpha: float = 1.0
+    cutmix_alpha: float = 0.0
+    erasing: float = field(default=0.0, metadata={"help": "Probability of random erasing."})
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed from several numbers: that of the run and a step, say."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+class Augment:
+    """Random views of images, by kornia: batched where sizes agree, seeded, in values from 0 to 1."""
+
+    group = 8  # images that share the operations of one RandAugment draw
+
+    def __init__(self, args: AugmentationArguments, image_size: int):
+        import kornia.augmentation as K
+        from kornia.augmentation.auto import RandAugment
+
+        self.args, self.size = args, image_size
+        self.crop = K.RandomResizedCrop((image_size, image_size), scale=tuple(args.crop_scale))
+        self.flip = K.RandomHorizontalFlip() if args.flip else None
+        magnitude = args.randaugment_magnitude
+        self.randaugment = RandAugment(n=args.randaugment_ops, m=magnitude) if magnitude else None
+        self.erasing = K.RandomErasing(p=args.erasing) if args.erasing else None
+        alpha = args.cutmix_alpha
+        self.cutmix = (
+            K.RandomCutMixV2(beta=alpha, use_correct_lambda=True, data_keys=["input", "class"]) if alpha else None
+        )
+
+    def __call__(self, images: Sequence[torch.Tensor], labels: torch.Tensor, seed: Sequence[int]) -> dict:
+        """
+        (3, height, width) uint8 each -> `images` (images, 3, image_size, image_size). Where two were mixed, an image shows
+        `share` of its own label and `1 - share` of `other_labels`.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(*seed))
+            if len({image.shape for image in images}) == 1:
+                views = self.crop(torch.stack(tuple(images)) / 255)
+            else:
+                views = torch.cat([self.crop(image[None] / 255) for image in images])
+            views = views if self.flip is None else self.flip(views)
+            if self.randaugment is not None:
+                views = torch.cat([self.randaugment(part) for part in views.split(self.group)])
+            views = views if self.erasing is None else self.erasing(views)
+            views, other_labels, share = self.mix(views.clamp(0, 1), labels)
+        return {"images": views, "labels": labels, "other_labels": other_labels, "share": share}
+
+    def mix(self, views: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mixup or CutMix (one of them by chance if both are on) with another image of the batch."""
+        mixup, count = self.args.mixup_alpha, len(views)
+        if self.cutmix is not None and (not mixup or torch.rand(()) < 0.5):
+            views, mixed = self.cutmix(views, labels)  # (1, images, 3): label, other label, share of the first
+            return views, mixed[0, :, 1].long(), mixed[0, :, 2]
+        if not mixup:
+            return views, labels, torch.ones(count)
+        # kornia's Mixup draws from a range, not from Beta(alpha, alpha)
+        share = torch.distributions.Beta(mixup, mixup).sample((count,))
+        own = share[:, None, None, None]
+        return own * views + (1 - own) * views.roll(1, dims=0), labels.roll(1), share
+
+
+# ------------------------------------------------------------------------------------------------------- micro-batches
+
+
+class MicroBatches(torch.utils.data.Dataset):
+    """
+    Item i is the i-th micro-batch of the whole run, over all processes: its images are those at `i * size` and after in an
+    endless stream that shuffles anew every epoch. Whoever asks for it, and whenever, gets the same one.
+    """
+
+    def __init__(self, dataset: Dataset, size: int, augment: Augment, seed: int, shuffle: bool = True):
+        self.dataset, self.size, self.augment, self.seed, self.shuffle = dataset, size, augment, seed, shuffle
+        self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def index_at(self, position: int) -> int:
+        epoch, position = divmod(position, len(self.dataset))
+        if not self.shuffle:
+            return position
+        if self._permutation[0] != epoch:
+            self._permutation = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset)))
+        return int(self._permutation[1][position])
+
+    def __getitem__(self, micro: int) -> dict[str, torch.Tensor]:
+        indices = [self.index_at(position) for position in range(micro * self.size, (micro + 1) * self.size)]
+        samples = [self.dataset[index] for index in indices]
+        return {**collate(samples, indices, self.augment, [self.seed, micro]), "micro": torch.tensor(micro)}
+
+
+class StreamedMicroBatches(torch.utils.data.IterableDataset):
+    """Micro-batches of one process from a stream, which `datasets` divides among processes and workers."""
+
+    def __init__(self, stream: IterableDataset, size: int, augment: Augment, seed: int, skip: int):
+        self.stream, self.size, self.augment, self.seed, self.skip = stream, size, augment, seed, skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        micro, samples, epoch = number, [], 0  # workers take turns
+        while True:
+            self.stream.set_epoch(epoch)
+            for sample in self.stream:
+                samples.append(sample)
+                if len(samples) == self.size:
+                    if micro >= self.skip:  # those before were trained on already; passing them decodes nothing
+                        batch = collate(samples, range(self.size), self.augment, [self.seed, micro])
+                        yield {**batch, "micro": torch.tensor(micro)}
+                    micro, samples = micro + workers, []
+            epoch += 1
+
+
+def collate(samples: Sequence[dict], indices: Sequence[int], augment: Augment, seed: Sequence[int]) -> dict:
+    """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
+    decoded = [decode(sample["image"]) for sample in samples]
+    places = [place for place, image in enumerate(decoded) if image is not None]
+    if not places:
+        raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
+    labels = torch.tensor([samples[place]["label"] for place in places])
+    views = augment([decoded[place] for place in places], labels, seed)
+    return {**views, "places": torch.tensor(places), "indices": torch.tensor([indices[place] for place in places])}
+
+
+def validation_batches(
+    dataset: Dataset | IterableDataset, processor: Callable, size: int, accelerator: Accelerator
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`pixel_values` and `labels` of this process's share of the data; images that cannot be read are left out."""
+    for number, columns in enumerate(dataset.iter(size)):
+        if number % accelerator.num_processes != accelerator.process_index:
+            continue
+        pairs = [(decode(stored), label) for stored, label in zip(columns["image"], columns["label"])]
+        pairs = [(image, label) for image, label in pairs if image is not None]
+        if pairs:
+            pixel_values = processor([image for image, _ in pairs], return_tensors="pt").pixel_values
+            labels = torch.tensor([label for _, label in pairs])
+            yield pixel_values.to(accelerator.device), labels.to(accelerator.device)
