@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import operator
 import os
 from dataclasses import asdict, dataclass, fields
@@ -29,9 +30,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     Args:
         image_size (`int`, defaults to 224):
             Side of the training images. Other sizes run too: the position embedding is resampled to their grid.
-        stem_channels (`list[int]`, *optional*):
-            Channels of a convolutional stem in place of the patch convolution: 3x3 convolutions of stride 2, as many as
-            bring `patch_size` pixels down to one.
+        stem_layers (`list[list[int]]`, *optional*):
+            A convolutional stem in place of the patch convolution: channels and stride of its 3x3 convolutions. The strides
+            must multiply to `patch_size`.
         ffn_ratio (`float`, defaults to 2.57):
             Hidden units of an FFN per unit of width, `int(width * ffn_ratio)`.
         hidden_act (`str`, defaults to `"gelu"`):
@@ -88,7 +89,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     image_size: int = 224
     patch_size: int = 14
     num_channels: int = 3
-    stem_channels: list[int] | tuple[int, ...] | None = None
+    stem_layers: list[list[int]] | tuple[tuple[int, ...], ...] | None = None
     hidden_size: int = 832
     num_hidden_layers: int = 21
     num_attention_heads: int = 13
@@ -159,13 +160,16 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             raise ValueError(
                 f"`image_size` must be a multiple of `patch_size` ({self.patch_size}), got {self.image_size}."
             )
-        if self.stem_channels is not None:
-            for channels in self.stem_channels:
-                _check_int("stem_channels", channels, low=1)
-            if 2 ** len(self.stem_channels) != self.patch_size:
+        if self.stem_layers is not None:
+            for layer in self.stem_layers:
+                if len(layer) != 2:
+                    raise ValueError(f"`stem_layers` must be pairs of channels and stride, got {layer}.")
+                for number in layer:
+                    _check_int("stem_layers", number, low=1)
+            if math.prod(stride for _, stride in self.stem_layers) != self.patch_size:
                 raise ValueError(
-                    "`patch_size` must be 2 ** len(`stem_channels`), since each layer of the stem halves the image, got "
-                    f"{self.patch_size} and {list(self.stem_channels)}."
+                    f"`stem_layers` must have strides that multiply to `patch_size` ({self.patch_size}), got "
+                    f"{[list(layer) for layer in self.stem_layers]}."
                 )
         unknown = set(self.adaptive_axes or ()) - set(AXES)
         if unknown:

@@ -70,15 +70,15 @@ def encoder_flops(
 
 
 def patch_embedding_flops(config: AdaPerceiverConfig) -> int:
-    """Pixels to one patch: one convolution, or the stem, whose layers see four times as many positions as the next."""
-    if config.stem_channels is None:
+    """Pixels to one patch: one convolution, or the stem, whose layers see more positions the earlier they come."""
+    if config.stem_layers is None:
         return 2 * config.num_channels * config.patch_size**2 * config.hidden_size
-    channels = [config.num_channels, *config.stem_channels]
-    flops = 2 * channels[-1] * config.hidden_size
-    for index, (narrow, wide) in enumerate(zip(channels, channels[1:])):
-        positions = (config.patch_size // 2 ** (index + 1)) ** 2
-        flops += 2 * positions * 9 * narrow * wide
-    return flops
+    flops, channels, side = 0, config.num_channels, config.patch_size
+    for out_channels, stride in config.stem_layers:
+        side //= stride
+        flops += 2 * side**2 * 9 * channels * out_channels
+        channels = out_channels
+    return flops + 2 * channels * config.hidden_size
 
 
 def dense_readout_flops(config: AdaPerceiverConfig, tokens: int, patches: int) -> int:

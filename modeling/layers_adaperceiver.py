@@ -122,18 +122,18 @@ class AdaPerceiverFFN(nn.Module):
 
 def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
     """(batch, channels, height, width) -> (batch, hidden_size, height / patch_size, width / patch_size)"""
-    if config.stem_channels is None:
+    if config.stem_layers is None:
         return nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
         )
     layers, channels = [], config.num_channels
-    for wider in config.stem_channels:
+    for out_channels, stride in config.stem_layers:
         layers += [
-            nn.Conv2d(channels, wider, kernel_size=3, stride=2, padding=1, bias=False),
-            nn.GroupNorm(1, wider, eps=config.layer_norm_eps),
+            nn.Conv2d(channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False),
+            nn.GroupNorm(1, out_channels, eps=config.layer_norm_eps),
             ACT2FN[config.hidden_act],
         ]
-        channels = wider
+        channels = out_channels
     return nn.Sequential(*layers, nn.Conv2d(channels, config.hidden_size, kernel_size=1))
 
 
