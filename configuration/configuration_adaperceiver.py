@@ -161,15 +161,12 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
                 f"`image_size` must be a multiple of `patch_size` ({self.patch_size}), got {self.image_size}."
             )
         if self.stem_layers is not None:
-            for layer in self.stem_layers:
-                if len(layer) != 2:
-                    raise ValueError(f"`stem_layers` must be pairs of channels and stride, got {layer}.")
-                for number in layer:
-                    _check_int("stem_layers", number, low=1)
-            if math.prod(stride for _, stride in self.stem_layers) != self.patch_size:
+            layers = [list(layer) for layer in self.stem_layers]
+            if any(len(layer) != 2 or min(layer) < 1 for layer in layers):
+                raise ValueError(f"`stem_layers` must be pairs of channels and stride, each at least 1, got {layers}.")
+            if math.prod(stride for _, stride in layers) != self.patch_size:
                 raise ValueError(
-                    f"`stem_layers` must have strides that multiply to `patch_size` ({self.patch_size}), got "
-                    f"{[list(layer) for layer in self.stem_layers]}."
+                    f"`stem_layers` must have strides that multiply to `patch_size` ({self.patch_size}), got {layers}."
                 )
         unknown = set(self.adaptive_axes or ()) - set(AXES)
         if unknown:

@@ -321,7 +321,15 @@ def test_the_cost_model_agrees_with_the_flop_counter_at_every_operating_point(mo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{"use_embed_ffn": False}, {"use_swiglu_ffn": True}, {"qkv_bias": False}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_embed_ffn": False},
+        {"use_swiglu_ffn": True},
+        {"qkv_bias": False},
+        {"stem_layers": [[6, 1], [8, 2], [10, 4]]},
+    ],
+)
 def test_the_cost_model_knows_the_variants(tiny_config, changes):
     model = AdaPerceiverForImageClassification(
         AdaPerceiverConfig.from_dict({**tiny_config.to_dict(), **changes})

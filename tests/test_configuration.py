@@ -79,6 +79,12 @@ def test_widths_follow_the_hidden_size(hidden_size, widths):
         ("rope_theta", -1.0),
         ("initializer_range", -0.02),
         ("layerscale_value", -1e-5),
+        ("token_init_std", -1.0),
+        ("distillation_temperature", 0.0),
+        ("adaptive_axes", ["tokens", "height"]),
+        ("stem_layers", [[8, 2], [16, 2]]),  # patches of 4, not of 8
+        ("stem_layers", [[8, 2], [16]]),
+        ("stem_layers", [[0, 8]]),
         *((name, 1.0) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
         *((name, -0.1) for name in ("drop_path_rate", "head_dropout_prob")),
         ("min_depth", 0.0),
@@ -180,7 +186,21 @@ VARIANTS = {
     "bidirectional": {"attention_type": "bidirectional"},
     "own granularities": {"token_granularities": [5, 11], "widths": [7, 32]},
     "one channel": {"num_channels": 1},
+    "stem": {"stem_layers": [[6, 1], [8, 2], [10, 4]]},
 }
+
+
+def test_adaptive_tokens_need_the_block_mask():
+    with pytest.raises(ValueError, match=r"`attention_type` must be \"block\" for \"tokens\" in `adaptive_axes`"):
+        AdaPerceiverConfig(**TINY, adaptive_axes=["tokens"], attention_type="bidirectional")
+    AdaPerceiverConfig(**TINY, adaptive_axes=["depth", "width"], attention_type="bidirectional")
+
+
+@pytest.mark.parametrize("std", [1e-6, 0.5])
+def test_learned_tokens_start_as_the_config_says(std):
+    model = AdaPerceiverModel(AdaPerceiverConfig(**TINY, token_init_std=std))
+    for token in (model.read.latent_token, model.class_readout.output_token):
+        assert 0.5 * std < token.std() < 1.5 * std
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
