@@ -122,7 +122,9 @@ def losses(folder):
 
 
 def command(arguments, processes=1):
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)] if processes > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if processes > 1 else []
+    )
     return [sys.executable, *launcher, str(EXAMPLES / "distill.py"), *arguments]
 
 

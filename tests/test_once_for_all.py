@@ -324,7 +324,7 @@ dist.destroy_process_group()
 def test_a_model_sharded_over_two_processes_gets_the_gradients_of_a_whole_one(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.replace("**TINY", f"**{TINY}"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
