@@ -111,9 +111,15 @@ def arguments(image_folder, teacher_folder, tmp_path):
             "tracker": "none",
             **changes,
         }
-        return training.as_options(values)
+        return [empty_recipe(tmp_path), *training.as_options(values)]
 
     return build
+
+
+def empty_recipe(folder):
+    path = folder / "empty.yaml"
+    path.write_text("{}")
+    return str(path)
 
 
 def losses(folder):
@@ -138,7 +144,7 @@ def whole_run(image_folder, teacher_folder, tmp_path_factory):
     values = {"output_dir": folder / "run", "dataset": image_folder, "teacher": teacher_folder, "student": STUDENT}
     values |= {"steps": STEPS, "batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2, "log_steps": 1}
     values |= {"save_steps": 2, "eval_steps": 3, "workers": 0, "tracker": "none"}
-    distill.main(training.as_options(values))
+    distill.main([empty_recipe(folder), *training.as_options(values)])
     return folder / "run"
 
 
@@ -209,7 +215,7 @@ def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(argument
     recipe.write_text(
         "stages:\n  - adaptive_axes: [tokens]\n  - adaptive_axes: [tokens, depth]\n    learning_rate: 1.0e-4\n"
     )
-    distill.main([str(recipe), *arguments(steps=2)])
+    distill.main([str(recipe), *arguments(steps=2)[1:]])
     first = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "stage1" / "final")
     assert seen[0][0] is None
     assert [axes for _, axes, _ in seen] == [["tokens"], ["tokens", "depth"]]
