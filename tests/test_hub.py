@@ -313,9 +313,10 @@ def run(site_without_the_package, tmp_path):
         if not with_package:
             environment["PYTHONPATH"] = str(site_without_the_package)
             command.append("-S")  # no site-packages, no editable installs
-        command += ["-c", f"{inspect.getsource(function)}\n\n{function.__name__}()"]
+        command += ["-c", f"{inspect.getsource(function)}\n\n{function.__name__}()\nprint('held')"]
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stderr
+        return result.stdout.split()[-1]
 
     return run
 
@@ -415,7 +416,7 @@ def load_with_transformers_alone():
 
 
 def test_every_folder_loads_runs_and_saves_again_with_transformers_alone(saved, run):
-    run(load_with_transformers_alone)
+    assert run(load_with_transformers_alone) == "held"
 
 
 def load_before_and_after_importing_the_package():
@@ -455,7 +456,7 @@ def load_before_and_after_importing_the_package():
 
 
 def test_remote_code_and_the_installed_package_do_not_clash(saved, run):
-    run(load_before_and_after_importing_the_package, with_package=True)
+    assert run(load_before_and_after_importing_the_package, with_package=True) == "held"
 
 
 def load_two_versions_at_once():
@@ -494,7 +495,7 @@ def load_two_versions_at_once():
 
 
 def test_two_versions_of_the_code_loaded_at_once_do_not_mix(saved, run):
-    run(load_two_versions_at_once)
+    assert run(load_two_versions_at_once) == "held"
 
 
 def test_the_auto_classes_of_a_folder_load_the_image_processor_of_the_task(tiny_model, tmp_path):
