@@ -371,18 +371,19 @@ def test_the_attention_implementation_can_be_switched(model_class, tiny_model, m
 
 
 @every_class
-def test_a_model_loaded_in_bfloat16_is_close_to_float32(model_class, tiny_model, tmp_path):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)], ids=str)
+def test_a_model_loaded_in_half_precision_is_close_to_float32(model_class, dtype, tolerance, tiny_model, tmp_path):
     model = tiny_model(model_class)
     model.save_pretrained(tmp_path)
-    loaded = model_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    loaded = model_class.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     pixel_values = images()
     for actual, expected in zip(
         torch.utils._pytree.tree_leaves(loaded(pixel_values).to_tuple()),
         torch.utils._pytree.tree_leaves(model(pixel_values).to_tuple()),
     ):
-        assert actual.dtype == torch.bfloat16
-        assert (actual - expected).abs().max() < 0.05 * expected.abs().max()
+        assert actual.dtype == dtype
+        assert (actual - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def test_rope_is_computed_in_float32_whatever_the_dtype_of_the_model(tiny_model):
