@@ -118,7 +118,12 @@ def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArg
 
 def start(accelerator: Accelerator, run: RunArguments, arguments: dict[str, Any]) -> bool:
     """Prepare `output_dir`, trackers and seeds; False if the run in `output_dir` is complete."""
-    folder = Path(run.output_dir)
+    folder, started = Path(run.output_dir), int(os.environ.get("WORLD_SIZE", 1))
+    if started != accelerator.num_processes:  # each would train alone, all into one folder
+        raise SystemExit(
+            f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
+            "ACCELERATE_USE_CPU=true."
+        )
     if (folder / "final").exists() and run.resume:
         return False
     earlier = checkpoints(folder) or (folder / "final").exists()

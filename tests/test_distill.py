@@ -193,6 +193,27 @@ def test_two_processes_give_the_losses_of_one(arguments, whole_run, tmp_path):
         assert actual[step] == pytest.approx(loss, rel=1e-5), step
 
 
+def test_processes_that_do_not_see_each_other_are_stopped(arguments, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun leaves it; Accelerate takes it up for GPUs, or when told to use CPUs
+    with pytest.raises(SystemExit, match="2 processes were started, but Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
+        distill.main(arguments())
+
+
+def test_tensorboard_gets_the_curves_where_it_is_installed(arguments, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = arguments(steps=2, eval_steps=0)
+    position = changes.index("--tracker")
+    distill.main([*changes[:position], *changes[position + 2 :]])  # nobody names a tracker
+    (events,) = (tmp_path / "run" / "logs").glob("events*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    recorded = {event.step: event.value for event in accumulator.Scalars("loss")}
+    assert recorded == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
+    assert "accuracy" in accumulator.Tags()["scalars"]
+
+
 def test_a_finished_run_is_neither_repeated_nor_overwritten(arguments, whole_run):
     before = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
     distill.main([*arguments(output_dir=whole_run), "--resume"])
