@@ -5,7 +5,7 @@ An operating point comes in as arguments: `groups` cut the latents as the block 
 FFNs, and depth is simply how many blocks are called. Nothing is kept between calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -574,14 +574,26 @@ class AdaPerceiverDenseReadout(nn.Module):
             return self.loss_in_turn(latents, input_tokens, rope, weighted_loss)
         return self.write(self.projection(input_tokens), latents, source_rope=rope)
 
+    def sink(self, input_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output tokens before they read, (batch, patches, hidden_size), and their queries: the same for all readouts."""
+        sink = self.projection(input_tokens)
+        return sink, self.write.query(sink)
+
+    def by_tokens(
+        self, latents: torch.Tensor, sink: tuple[torch.Tensor, torch.Tensor], rope: Rope, prefixes: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
+        """Output tokens from each `latents[:, :prefix]`, one after another; they share keys and values."""
+        (output_tokens, query), (key, value) = sink, self.write.key_value(latents, rope)
+        for stop in prefixes:
+            yield output_tokens + self.write.attend(query, key[:, :, :stop], value[:, :, :stop])[0]
+
     def loss_in_turn(
         self, latents: Sequence[torch.Tensor], input_tokens: torch.Tensor, rope: Rope, weighted_loss: WeightedLoss
     ) -> torch.Tensor:
         """In the memory of one readout. All share queries, and those of one depth keys and values."""
         loss_of, weights, parameters = weighted_loss
-        write = self.write
-        sink = self.projection(input_tokens)
-        query, terms = write.query(sink), []
+        write, terms = self.write, []
+        sink, query = self.sink(input_tokens)
 
         def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
             def loss_at(sink, query, key, value):

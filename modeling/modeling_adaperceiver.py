@@ -207,6 +207,34 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
         step.check(self.config, pixel_values.shape[0])
         return step
 
+    def _one_point(
+        self, pixel_values: torch.Tensor, given: dict | None = None, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> tuple[OperatingPoint, dict]:
+        """`settle`, for methods that run all images alike; `given` is what the method itself decides."""
+        for name in given or {}:
+            if name in kwargs:
+                raise TypeError(f"`{name}` is not an argument here.")
+        point, kwargs = self.settle(pixel_values, {**kwargs, **(given or {})})
+        if point.per_image() or point.exit_threshold is not None:
+            raise ValueError("All images run at one operating point here: no values per image, no `exit_threshold`.")
+        return point, kwargs
+
+    def _shared_point(
+        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None, kwargs: dict
+    ) -> tuple[OperatingPoint, list[int], dict]:
+        """`_one_point` at the largest of ascending token counts that can be read out of one encoding, and these counts."""
+        known = self.config.token_granularities
+        granularities = known if granularities is None else list(granularities)
+        last = granularities[-1] if granularities else 0
+        if granularities != sorted(set(granularities)) or not set(granularities[:-1]) <= set(known) or last < 1:
+            raise ValueError(f"`granularities` must be an ascending choice from {known}, got {granularities}.")
+        if last > self.config.max_latent_tokens and len(granularities) > 1:  # RoPE depends on the count there
+            raise ValueError(f"`granularities` must not exceed {self.config.max_latent_tokens}, got {granularities}.")
+        point, kwargs = self._one_point(pixel_values, {"tokens": last}, **kwargs)
+        if point.attention != "block" and len(granularities) > 1:
+            raise ValueError(f'`attention` must be "block" for several token counts at once, got {point.attention!r}.')
+        return point, granularities, kwargs
+
     @torch.no_grad()
     def extract(
         self, tokens: int | None = None, width: int | None = None, depth: int | None = None
@@ -333,6 +361,18 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         for layer in self.layers[: point.depth]:
             latents = layer(latents, rope, groups, point.width, **kwargs)
         return latents
+
+    def latents_by_depth(
+        self, pixel_values: torch.Tensor, point: OperatingPoint, kwargs: dict
+    ) -> Iterator[tuple[torch.Tensor, tuple, torch.Tensor]]:
+        """Input tokens, RoPE and the latents after each block up to `point.depth`, when they are computed."""
+        rope = rotary_embedding(self.config, point.tokens, pixel_values.device)
+        groups = self.config.token_groups(point.tokens, point.attention)
+        input_tokens = self.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
+        latents = self.read(input_tokens, rope)
+        for layer in self.layers[: point.depth]:
+            latents = layer(latents, rope, groups, point.width, **kwargs)
+            yield input_tokens, rope, latents
 
     def encode_once_for_all(
         self, pixel_values: torch.Tensor, step: OnceForAll, kwargs: dict
@@ -540,38 +580,14 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         depths_up_to: Callable[[int], Sequence[int]],
         kwargs: dict,
     ) -> torch.Tensor:
-        granularities = self.config.token_granularities if granularities is None else list(granularities)
-        known = self.config.token_granularities
-        last = granularities[-1] if granularities else 0
-        if granularities != sorted(set(granularities)) or not set(granularities[:-1]) <= set(known) or last < 1:
-            raise ValueError(f"`granularities` must be an ascending choice from {known}, got {granularities}.")
-        if last > self.config.max_latent_tokens:
-            raise ValueError(f"`granularities` must not exceed {self.config.max_latent_tokens}, got {granularities}.")
-        point, kwargs = self._one_point(pixel_values, {"tokens": last}, **kwargs)
-        if point.attention != "block" and len(granularities) > 1:
-            raise ValueError(f'`attention` must be "block" for several token counts at once, got {point.attention!r}.')
-        model, depths = self.adaperceiver, depths_up_to(point.depth)
-        rope = rotary_embedding(self.config, last, pixel_values.device)
-        groups, folded = self.config.token_groups(last, point.attention), model.class_readout.fold(rope)
-        latents = model.read(model.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None)), rope)
-        written = []
-        for depth, layer in enumerate(model.layers[: point.depth], start=1):
-            latents = layer(latents, rope, groups, point.width, **kwargs)
+        point, granularities, kwargs = self._shared_point(pixel_values, granularities, kwargs)
+        model, depths, written, folded = self.adaperceiver, depths_up_to(point.depth), [], None
+        walk = model.latents_by_depth(pixel_values, point, kwargs)
+        for depth, (_, rope, latents) in enumerate(walk, start=1):
             if depth in depths:
+                folded = model.class_readout.fold(rope) if folded is None else folded
                 written.append(model.class_readout(latents, rope, folded, granularities))
         return self.classifier(torch.stack(written)).transpose(1, 2)
-
-    def _one_point(
-        self, pixel_values: torch.Tensor, given: dict | None = None, **kwargs: Unpack[AdaptiveKwargs]
-    ) -> tuple[OperatingPoint, dict]:
-        """`settle`, for methods that run all images alike; `given` is what the method itself decides."""
-        for name in given or {}:
-            if name in kwargs:
-                raise TypeError(f"`{name}` is not an argument here.")
-        point, kwargs = self.settle(pixel_values, {**kwargs, **(given or {})})
-        if point.per_image() or point.exit_threshold is not None:
-            raise ValueError("All images run at one operating point here: no values per image, no `exit_threshold`.")
-        return point, kwargs
 
     @torch.no_grad()
     def anytime(
@@ -737,25 +753,64 @@ def resize(maps: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return nn.functional.interpolate(maps, size=tuple(size), mode="bilinear", align_corners=False)
 
 
-def joint_dense_loss(
-    model: AdaPerceiverPreTrainedModel,
-    pixel_values: torch.Tensor,
-    labels: torch.Tensor,
-    step: OnceForAll,
-    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    kwargs: dict,
-) -> torch.Tensor:
-    """The loss of a dense head, `loss_of(coarse maps, labels)`, over all readouts of a once-for-all step."""
-    step, _, pixel_values, labels = step.sorted_by_width(pixel_values, labels)
-    input_tokens, latents, rope = model.adaperceiver.encode_once_for_all(pixel_values, step, kwargs)
+class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
+    """What segmentation and depth share: patch features as a map, and a head of convolutions on it."""
 
-    def loss_of_tokens(output_tokens: torch.Tensor) -> torch.Tensor:
-        features = model.feature_adapter(output_tokens)
-        return loss_of(model.head(to_map(features, pixel_values, model.config.patch_size)), labels)
+    head_class: type[nn.Module]
 
-    parameters = [*model.feature_adapter.parameters(), *model.head.parameters()]
-    weighted_loss = WeightedLoss(loss_of_tokens, step.weights(model.config.num_hidden_layers), parameters)
-    return model.adaperceiver.dense_readout(latents, input_tokens, rope, weighted_loss)
+    def __init__(self, config: AdaPerceiverConfig):
+        super().__init__(config)
+        self.adaperceiver = AdaPerceiverModel(config, output_tokens="dense")
+        self.feature_adapter = AdaPerceiverFeatureAdapter(config)
+        self.head = self.head_class(config)
+        self.post_init()
+
+    def coarse_maps(self, output_tokens: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(batch, patches, hidden_size) -> what the head predicts, (batch, channels, height, width), at its own size"""
+        return self.head(to_map(self.feature_adapter(output_tokens), pixel_values, self.config.patch_size))
+
+    def joint_loss(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor,
+        step: OnceForAll,
+        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        kwargs: dict,
+    ) -> torch.Tensor:
+        """`loss_of(coarse maps, labels)` over all readouts of a once-for-all step."""
+        step, _, pixel_values, labels = step.sorted_by_width(pixel_values, labels)
+        input_tokens, latents, rope = self.adaperceiver.encode_once_for_all(pixel_values, step, kwargs)
+
+        def loss_of_tokens(output_tokens: torch.Tensor) -> torch.Tensor:
+            return loss_of(self.coarse_maps(output_tokens, pixel_values), labels)
+
+        parameters = [*self.feature_adapter.parameters(), *self.head.parameters()]
+        weighted_loss = WeightedLoss(loss_of_tokens, step.weights(self.config.num_hidden_layers), parameters)
+        return self.adaperceiver.dense_readout(latents, input_tokens, rope, weighted_loss)
+
+    @torch.no_grad()
+    def predictions_grid(
+        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """
+        Yield `(depth, tokens, prediction)` at every depth up to `depth` and several token counts, from one encoding. A
+        prediction is what a call at that point gives: logits `(batch, num_labels, height, width)`, or depth `(batch,
+        height, width)`.
+
+        `granularities` ascend and default to the trained ones; all but the last must be among those, and a single one may
+        be any count.
+        """
+        point, granularities, kwargs = self._shared_point(pixel_values, granularities, kwargs)
+        readout, sink = self.adaperceiver.dense_readout, None
+        walk = self.adaperceiver.latents_by_depth(pixel_values, point, kwargs)
+        for depth, (input_tokens, rope, latents) in enumerate(walk, start=1):
+            sink = readout.sink(input_tokens) if sink is None else sink
+            for tokens, output_tokens in zip(granularities, readout.by_tokens(latents, sink, rope, granularities)):
+                yield depth, tokens, self.finish(self.coarse_maps(output_tokens, pixel_values), pixel_values)
+
+    def finish(self, coarse: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Coarse maps to a prediction at the size of the images."""
+        return resize(coarse, pixel_values.shape[-2:])
 
 
 class AdaPerceiverSegmentationHead(nn.Module):
@@ -773,18 +828,15 @@ class AdaPerceiverSegmentationHead(nn.Module):
         return self.classifier(self.dropout(features))
 
 
-class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
+class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
     """AdaPerceiver with a linear segmentation head on the patch features."""
 
     task = "image-segmentation"
+    head_class = AdaPerceiverSegmentationHead
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.adaperceiver = AdaPerceiverModel(config, output_tokens="dense")
-        self.feature_adapter = AdaPerceiverFeatureAdapter(config)
-        self.head = AdaPerceiverSegmentationHead(config)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -807,14 +859,11 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverPreTrainedModel):
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
         if step is not None:
-            return SemanticSegmenterOutput(
-                loss=joint_dense_loss(self, pixel_values, labels, step, self.coarse_loss, kwargs)
-            )
+            return SemanticSegmenterOutput(loss=self.joint_loss(pixel_values, labels, step, self.coarse_loss, kwargs))
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
-        features = self.feature_adapter(outputs.output_tokens)
-        coarse = self.head(to_map(features, pixel_values, self.config.patch_size))
-        logits = resize(coarse, pixel_values.shape[-2:])
+        coarse = self.coarse_maps(outputs.output_tokens, pixel_values)
+        logits = self.finish(coarse, pixel_values)
         loss = None
         if labels is not None:
             loss = self.coarse_loss(logits if labels.shape[-2:] == logits.shape[-2:] else coarse, labels)
@@ -852,17 +901,11 @@ class AdaPerceiverDepthHead(nn.Module):
         return depth if self.training else depth.clamp(low, high)
 
 
-class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
+class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
     """AdaPerceiver with a binned depth head on the patch features."""
 
     task = "depth-estimation"
-
-    def __init__(self, config: AdaPerceiverConfig):
-        super().__init__(config)
-        self.adaperceiver = AdaPerceiverModel(config, output_tokens="dense")
-        self.feature_adapter = AdaPerceiverFeatureAdapter(config)
-        self.head = AdaPerceiverDepthHead(config)
-        self.post_init()
+    head_class = AdaPerceiverDepthHead
 
     @can_return_tuple
     def forward(
@@ -887,12 +930,11 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
         if step is not None:
             loss_of = partial(self.coarse_loss, warm_up=loss_warm_up)
-            return DepthEstimatorOutput(loss=joint_dense_loss(self, pixel_values, labels, step, loss_of, kwargs))
+            return DepthEstimatorOutput(loss=self.joint_loss(pixel_values, labels, step, loss_of, kwargs))
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
-        features = self.feature_adapter(outputs.output_tokens)
-        coarse = self.head(to_map(features, pixel_values, self.config.patch_size))
-        predicted_depth = resize(coarse, pixel_values.shape[-2:])[:, 0]
+        coarse = self.coarse_maps(outputs.output_tokens, pixel_values)
+        predicted_depth = self.finish(coarse, pixel_values)
         loss = None
         if labels is not None:
             same_size = labels.shape[-2:] == predicted_depth.shape[-2:]
@@ -903,6 +945,9 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def finish(self, coarse: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        return super().finish(coarse, pixel_values)[:, 0]
 
     def coarse_loss(self, coarse: torch.Tensor, labels: torch.Tensor, warm_up: bool = False) -> torch.Tensor:
         """coarse: (batch, 1, height, width); labels: (batch, height, width); both at any size"""

@@ -51,6 +51,25 @@ def test_dense_labels_of_another_shape_are_refused(images, model_class):
         official_model(model_class)(images, labels=torch.ones(3, 32, 32))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("granularities", [None, [4, 16], [6], [24]])
+@pytest.mark.parametrize("model_class", [AdaPerceiverForSemanticSegmentation, AdaPerceiverForDepthEstimation])
+def test_predictions_of_a_whole_grid_equal_separate_runs(images, model_class, granularities):
+    model = official_model(model_class)
+    grid = list(model.predictions_grid(images, granularities, width=48, depth=3))
+    tokens = granularities or model.config.token_granularities
+    assert [(depth, count) for depth, count, _ in grid] == [(depth, count) for depth in (1, 2, 3) for count in tokens]
+    for depth, count, prediction in grid:
+        outputs = model(images, tokens=count, width=48, depth=depth)
+        expected = outputs.logits if "logits" in outputs else outputs.predicted_depth
+        torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-5)
+
+
+def test_a_grid_beyond_the_training_length_needs_an_encoding_for_each_count(images):
+    with pytest.raises(ValueError, match="`granularities` must not exceed 16, got \\[16, 24\\]"):
+        next(official_model(AdaPerceiverForDepthEstimation).predictions_grid(images, [16, 24]))
+
+
 def test_segmentation_into_one_class_is_refused(tiny_config, images):
     tiny_config.num_labels = 1
     with pytest.raises(ValueError, match="num_labels"):
