@@ -1,48 +1,152 @@
 """
     make demo
 
-One network, one image, many operating points: what each costs and how long it takes on this machine. The weights are
-random (nothing is downloaded), so the labels mean nothing; costs and times do not depend on them.
+One checkpoint, 200 photographs, many budgets: what AdaPerceiver gets right at each operating point, what that costs, and how
+long it takes on this machine. Nothing is downloaded. The figure goes to `--output`.
 """
 
-import torch
-from PIL import Image
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, image_processor_for
-from adaperceiver.cost_adaperceiver import milliseconds
+from datasets import Dataset
+from PIL import Image
+from timing import interleaved
+from tqdm import tqdm
+from transformers import HfArgumentParser, pipeline
+
+from adaperceiver import AdaPerceiverImageClassificationPipeline
+
+
+ROOT = Path(__file__).parents[1]
+CALLS = [
+    {},
+    {"tokens": 16},
+    {"tokens": 8},
+    {"tokens": 4},
+    {"width": 64},
+    {"depth": 4},
+    {"depth": 2},
+    {"tokens": 8, "depth": 4},
+    {"tokens": 4, "width": 64, "depth": 2},
+    {"exit_threshold": 0.95},
+    {"exit_threshold": 0.8},
+    {"max_gflops": 0.1},
+]
+BUDGETS = [{}, {"tokens": 4}, {"depth": 2}, {"exit_threshold": 0.8}]  # for the single images
+BATCH = 50
+
+
+@dataclass
+class Arguments:
+    checkpoint: str = field(
+        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"), metadata={"help": "An image classifier."}
+    )
+    samples: str = field(
+        default=str(ROOT / "examples" / "cifar10_samples.parquet"), metadata={"help": "Columns image and label."}
+    )
+    output: str = field(default="runs/demo", metadata={"help": "Folder for the figure."})
+
+
+@dataclass
+class Result:
+    """What the pipeline said at one operating point."""
+
+    call: dict
+    answers: list[dict]  # label and score, one an image
+    accuracy: float
+    gflops: float  # mean over the images: with early exit each has its own
+    milliseconds: float = float("nan")  # an image, in batches
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key}={value}" for key, value in self.call.items()) or "the full model"
+
+
+def classify(classifier: pipeline, images: list[Image.Image], labels: list[str], call: dict) -> Result:
+    found = classifier(images, **call, top_k=1, report=True, batch_size=BATCH)
+    answers = [one["result"][0] for one in found]
+    right = [answer["label"] == label for answer, label in zip(answers, labels)]
+    gflops = [one["report"]["gflops"] for one in found]
+    return Result(call, answers, sum(right) / len(right), sum(gflops) / len(gflops))
+
+
+def measure(classifier: pipeline, images: list[Image.Image], results: Sequence[Result]) -> None:
+    """Milliseconds an image of the model alone, in batches; the operating points take turns."""
+    pixel_values = classifier.image_processor(images, return_tensors="pt").pixel_values
+    runs = {
+        result.name: lambda call=result.call: [classifier.model(part, **call) for part in pixel_values.split(BATCH)]
+        for result in results
+    }
+    times = interleaved(runs, repeats=5, name="milliseconds")
+    for result in results:
+        result.milliseconds = times[result.name] / len(images)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    print(f"{'classify(images, ...)':34} {'right':>7} {'GFLOPs':>8} {'ms an image':>12}")
+    for result in results:
+        print(f"{result.name:34} {result.accuracy:7.1%} {result.gflops:8.3f} {result.milliseconds:12.2f}")
+
+
+def print_images(classifier: pipeline, images: list[Image.Image], labels: list[str]) -> None:
+    """One image at a time, as a user would ask."""
+    names = [", ".join(f"{key}={value}" for key, value in call.items()) or "the full model" for call in BUDGETS]
+    print(f"\n{'image':12}" + "".join(f"{name:>22}" for name in names))
+    for image, label in zip(images, labels):
+        best = [classifier(image, **call, top_k=1)[0] for call in BUDGETS]
+        print(f"{label:12}" + "".join(f"{one['label'] + ' ' + format(one['score'], '.0%'):>22}" for one in best))
+
+
+def draw(results: Sequence[Result], images: int, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for result in results:
+        early = "exit_threshold" in result.call
+        axes.scatter(result.gflops, 100 * result.accuracy, color="#c0504d" if early else "#3b6fb6", zorder=3)
+        axes.annotate(
+            result.name,
+            (result.gflops, 100 * result.accuracy),
+            xytext=(5, -3),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_xlabel("GFLOPs an image (mean)")
+    axes.set_ylabel(f"right, % of {images} images")
+    axes.set_title("One checkpoint at many operating points (red: early exit)")
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    # Half the paper's size in every direction but tokens.
-    config = AdaPerceiverConfig(hidden_size=416, num_attention_heads=13, num_hidden_layers=10, num_labels=1000)
-    model = AdaPerceiverForImageClassification(config).eval()
-    processor = image_processor_for(config, "image-classification")
-    image = Image.effect_mandelbrot((320, 240), (-2.0, -1.2, 1.0, 1.2), 100).convert("RGB")
-    pixel_values = processor(image, return_tensors="pt").pixel_values
-
-    print(f"AdaPerceiver with {model.num_parameters() / 1e6:.0f} M parameters, random weights, one image of 224x224")
-    print(f"trained for tokens {config.token_granularities}, widths {config.widths}, depths 1 to 10\n")
-    calls = [
-        {},
-        {"tokens": 128},
-        {"tokens": 32},
-        {"tokens": 50},
-        {"width": 208},
-        {"depth": 5},
-        {"tokens": 32, "width": 208, "depth": 5},
-        {"max_gflops": 6},
-        {"max_gflops": 3},
-        {"exit_threshold": 0.9},
-    ]
-    print(f"{'model(pixel_values, ...)':40} {'tokens':>6} {'width':>6} {'depth':>6} {'GFLOPs':>7} {'ms':>7}")
-    for call in calls:
-        point = model.operating_point(**call)
-        with torch.no_grad():
-            time = milliseconds(lambda: model(pixel_values, **call), repeats=5)  # noqa: B023
-        name = ", ".join(f"{key}={value}" for key, value in call.items()) or "(the full model)"
-        gflops = model.flops(**call)["total"] / 1e9
-        print(f"{name:40} {point.tokens:6} {point.width:6} {point.depth:6} {gflops:7.2f} {time:7.1f}")
+    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    samples = Dataset.from_parquet(arguments.samples)
+    images = [image.convert("RGB") for image in samples["image"]]
+    labels = [samples.features["label"].int2str(label) for label in samples["label"]]
+    classifier = pipeline(
+        "image-classification",
+        model=arguments.checkpoint,
+        pipeline_class=AdaPerceiverImageClassificationPipeline,
+        device="cpu",
+    )
+    config = classifier.model.config
+    print(
+        f"{Path(arguments.checkpoint).name}: {classifier.model.num_parameters() / 1e6:.1f} M parameters, trained for tokens "
+        f"{config.token_granularities}, widths {config.widths}, depths 1 to {config.num_hidden_layers}.\n"
+        f"{len(images)} images it was not trained on:\n"
+    )
+    results = [classify(classifier, images, labels, call) for call in tqdm(CALLS, "operating points", leave=False)]
+    measure(classifier, images, results)
+    print_table(results)
+    step = max(len(images) // 6, 1)
+    print_images(classifier, images[::step], labels[::step])
+    figure = Path(arguments.output) / "accuracy.png"
+    draw(results, len(images), figure)
+    print(f"\nAccuracy against compute is drawn in {figure}.")
 
 
 if __name__ == "__main__":
