@@ -25,7 +25,6 @@ from data import (
     StreamedMicroBatches,
     label_names,
     load_splits,
-    seed_of,
     validation_batches,
 )
 from datasets import IterableDataset
@@ -35,9 +34,11 @@ from teacher import CachedMicroBatches, Teacher, cache_views
 from training import (
     OptimizationArguments,
     RunArguments,
-    micro_batches_per_step,
+    draws,
     model_card,
+    normalisation,
     parse,
+    print_scores,
     shrink,
     start,
     train,
@@ -48,7 +49,6 @@ from adaperceiver import (
     AdaPerceiverConfig,
     AdaPerceiverForDistillation,
     AdaPerceiverForImageClassification,
-    OnceForAll,
 )
 from adaperceiver.image_processing_adaperceiver import image_processor_for
 
@@ -149,12 +149,6 @@ def evaluate_features(model, dataset, processor, accelerator, teacher: Teacher, 
     return found
 
 
-def normalisation(processor, accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation, each (3, 1, 1)"""
-    both = (processor.image_mean, processor.image_std)
-    return tuple(torch.tensor(values, device=accelerator.device)[:, None, None] for values in both)
-
-
 def check(data: DataArguments, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
     if args.cached_views and (data.streaming or args.distill == "features"):
         raise SystemExit(f"--cached_views {args.cached_views} needs data that can be indexed and --distill logits.")
@@ -187,8 +181,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
 
     check(data, augmentation, distillation)
     augment = Augment(augmentation, student.config.image_size)
-    accumulation = micro_batches_per_step(optimization, accelerator)
-    size, world, rank = optimization.micro_batch_size, accelerator.num_processes, accelerator.process_index
+    size = optimization.micro_batch_size
     steps = optimization.total_steps(None if isinstance(training_data, IterableDataset) else len(training_data))
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
@@ -196,37 +189,26 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         batches = CachedMicroBatches(views, count, len(training_data), size, run.seed)
     elif isinstance(training_data, IterableDataset):
         stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
-        stream = split_dataset_by_node(stream, rank=rank, world_size=world)
+        stream = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=accelerator.num_processes)
         batches = partial(StreamedMicroBatches, stream, size, augment, run.seed)
     else:
         batches = MicroBatches(training_data, size, augment, run.seed)
 
-    def loader_from(step: int) -> torch.utils.data.DataLoader:
-        options = {"batch_size": None, "num_workers": data.workers, "persistent_workers": data.workers > 0}
-        if isinstance(batches, partial):
-            return torch.utils.data.DataLoader(batches(skip=step * accumulation), **options)
-        micros = range(step * accumulation * world + rank, steps * accumulation * world, world)
-        return torch.utils.data.DataLoader(batches, sampler=micros, **options)
-
     mean, std = normalisation(processor, accelerator)
-    config, drawn = student.config, {}
+    grid = (student.config.grid_size, student.config.grid_size)
+    draw = draws(student.config, distillation.adaptive_axes, run.seed, optimization, accelerator)
 
     def loss_of(model, batch, step: int) -> torch.Tensor:
-        if step not in drawn:  # one draw for the whole effective batch, whoever computes which part of it
-            drawn.clear()
-            generator = torch.Generator().manual_seed(seed_of(run.seed, step))
-            drawn[step] = OnceForAll.draw(config, distillation.adaptive_axes, optimization.batch_size, generator)
-        once_for_all = drawn[step].of_images((batch["micro"] % (accumulation * world)) * size + batch["places"])
         targets = {}
         with accelerator.autocast():
             if distillation.distill == "features":
-                targets["teacher_features"] = teacher.features(batch["images"], (config.grid_size, config.grid_size))
+                targets["teacher_features"] = teacher.features(batch["images"], grid)
             else:
                 cached = batch.get("teacher_logits")
                 targets["teacher_logits"] = teacher.logits(batch["images"]) if cached is None else cached
         if distillation.label_loss:
             targets["labels"] = batch["labels"]
-        return model((batch["images"] - mean) / std, once_for_all=once_for_all, **targets).loss
+        return model((batch["images"] - mean) / std, once_for_all=draw(batch, step), **targets).loss
 
     def save(model, folder: Path, metrics: dict) -> None:
         name = Path(data.dataset).name
@@ -243,18 +225,16 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     metrics = train(
         accelerator,
         student,
-        loader_from,
+        batches,
         loss_of,
         evaluate=measure,
         save=save,
         run=run,
         optimization=optimization,
         steps=steps,
+        workers=data.workers,
     )
-    for name, scores in metrics.items():
-        if isinstance(scores, dict):
-            row = "  ".join(f"{at}: {score:.1%}" for at, score in scores.items())
-            accelerator.print(f"{name.replace('_', ' '):20} {row}")
+    print_scores(metrics, accelerator)
 
 
 def main(arguments: list[str]) -> None:

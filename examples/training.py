@@ -19,11 +19,14 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import is_tensorboard_available, set_seed
-from data import DataArguments
+from data import DataArguments, seed_of
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
+
+from adaperceiver import AdaPerceiverConfig, OnceForAll
 
 
 # ------------------------------------------------------------------------------------------------- arguments, recipes
@@ -282,20 +285,22 @@ def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict
 def train(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    loader_from: Callable[[int], Iterator[dict]],
+    batches: Dataset | Callable[[int], IterableDataset],
     loss_of: Callable[[torch.nn.Module, dict, int], torch.Tensor],
     evaluate: Callable[[torch.nn.Module], dict[str, Any]],
     save: Callable[[torch.nn.Module, Path, dict[str, Any]], None],
     run: RunArguments,
     optimization: OptimizationArguments,
     steps: int,
+    workers: int,
+    higher_is_better: bool = True,
 ) -> dict[str, Any]:
     """
     Train for `steps` steps and return the last metrics. The averaged (EMA) model is what is evaluated and saved.
 
-    `loader_from(step)` gives this process's micro-batches from that step on; `loss_of(model, batch, step)` the mean loss of
-    one of them; `evaluate(model)` metrics, the first of which decides which model is best; `save(model, folder, metrics)`
-    writes a model.
+    `batches` holds the micro-batches of the whole run by number, or, for a stream, makes those of this process after a number
+    that it skips; `loss_of(model, batch, step)` is the mean loss of one of them; `evaluate(model)` gives metrics, the first
+    of which decides which model is best; `save(model, folder, metrics)` writes a model.
     """
     folder = Path(run.output_dir)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(optimization.ema_decay)).to(accelerator.device).eval()
@@ -316,14 +321,14 @@ def train(
         for old in checkpoints(folder)[:-2] if accelerator.is_main_process else []:
             shutil.rmtree(old)
 
-    batches = iter(loader_from(progress.step))
+    loader = iter(loader_from(progress.step, steps, batches, workers, accumulation, accelerator))
     bar = tqdm(total=steps, initial=progress.step, desc=folder.name, disable=not accelerator.is_main_process)
     begin, seen = time.perf_counter(), 0
     model.train()
     while progress.step < steps:
         total = torch.zeros((), device=accelerator.device)
         for number in range(accumulation):
-            batch = {name: value.to(accelerator.device) for name, value in next(batches).items()}
+            batch = {name: value.to(accelerator.device) for name, value in next(loader).items()}
             progress.skipped += optimization.micro_batch_size - len(batch["images"])
             with accelerator.no_sync(model) if number + 1 < accumulation else nullcontext():
                 loss = loss_of(model, batch, progress.step) / accumulation
@@ -354,6 +359,7 @@ def train(
             metrics.log(progress.step, progress.metrics)
             name, score = next(iter(progress.metrics.items()))
             bar.write(f"step {progress.step}: {name} {score:.4f}")
+            score = score if higher_is_better else -score
             if score > progress.best:
                 progress.best = score
                 write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
@@ -367,6 +373,52 @@ def train(
         accelerator.print(f"{skipped} images could not be read and were left out.")
     accelerator.end_training()
     return progress.metrics
+
+
+def loader_from(
+    step: int,
+    steps: int,
+    batches: Dataset | Callable[[int], IterableDataset],
+    workers: int,
+    accumulation: int,
+    accelerator: Accelerator,
+) -> DataLoader:
+    """This process's micro-batches from `step` on: processes take turns."""
+    world, rank = accelerator.num_processes, accelerator.process_index
+    options = {"batch_size": None, "num_workers": workers, "persistent_workers": workers > 0}
+    if not isinstance(batches, Dataset):
+        return DataLoader(batches(step * accumulation), **options)
+    micros = range(step * accumulation * world + rank, steps * accumulation * world, world)
+    return DataLoader(batches, sampler=micros, **options)
+
+
+def draws(
+    config: AdaPerceiverConfig, axes: Sequence[str], seed: int, args: OptimizationArguments, accelerator: Accelerator
+) -> Callable[[dict, int], OnceForAll]:
+    """`draw(batch, step)` is what a micro-batch trains in a step: one draw for the whole effective batch, whoever computes it."""
+    drawn, per_step = {}, args.batch_size // args.micro_batch_size
+
+    def draw(batch: dict, step: int) -> OnceForAll:
+        if step not in drawn:
+            drawn.clear()
+            generator = torch.Generator().manual_seed(seed_of(seed, step))
+            drawn[step] = OnceForAll.draw(config, axes, args.batch_size, generator)
+        return drawn[step].of_images((batch["micro"] % per_step) * args.micro_batch_size + batch["places"])
+
+    return draw
+
+
+def normalisation(processor: Any, accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation, each (3, 1, 1)"""
+    both = (processor.image_mean, processor.image_std)
+    return tuple(torch.tensor(values, device=accelerator.device)[:, None, None] for values in both)
+
+
+def print_scores(metrics: dict[str, Any], accelerator: Accelerator) -> None:
+    for name, scores in metrics.items():
+        if isinstance(scores, dict):
+            row = "  ".join(f"{at}: {score:.4f}" for at, score in scores.items())
+            accelerator.print(f"{name.replace('_', ' '):20} {row}")
 
 
 class Whole(NamedTuple):

@@ -194,8 +194,10 @@ def test_two_processes_give_the_losses_of_one(arguments, whole_run, tmp_path):
 
 
 def test_processes_that_do_not_see_each_other_are_stopped(arguments, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun leaves it; Accelerate takes it up for GPUs, or when told to use CPUs
-    with pytest.raises(SystemExit, match="2 processes were started, but Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
+    monkeypatch.setenv(
+        "WORLD_SIZE", "2"
+    )  # as torchrun leaves it; Accelerate takes it up for GPUs, or when told to use CPUs
+    with pytest.raises(SystemExit, match=r"2 processes were started, but Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
         distill.main(arguments())
 
 
