@@ -5,18 +5,28 @@ What is random is keyed by seed and position in the run, never by how the work i
 an interruption, the same effective batches see the same augmentations.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
 from PIL import Image as PILImage
 from scenes import scenes
 
 from adaperceiver.image_processing_adaperceiver import to_rgb
+
+
+LABELS = Path(__file__).parent / "labels"  # names of classes, one a line, in the order of the classes
+# Data sets that store numbers and no names.
+LABEL_MAPS = {"timm/imagenet-1k-wds": "imagenet1k", "timm/imagenet-12k-wds": "imagenet12k"}
 
 
 @dataclass
@@ -34,6 +44,9 @@ class DataArguments:
     )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
+    label_map: str | None = field(
+        default=None, metadata={"help": "Names of the classes, one a line: a file, or imagenet1k or imagenet12k."}
+    )
     streaming: bool = field(
         default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
     )
@@ -49,23 +62,31 @@ def load_splits(args: DataArguments) -> tuple[Dataset | IterableDataset, Dataset
         train = scenes(args.train_samples or 8000, split="train")
         validation = scenes(args.validation_samples or 1000, split="validation")
     else:
-        splits = load_any(args)
-        names = [args.validation_split] if args.validation_split else ["validation", "val", "test"]
-        validation_split = next((name for name in names if name in splits), None)
-        if args.train_split not in splits or validation_split is None:
-            wanted = f"{args.train_split!r} and one of {names}"
-            raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
-        train, validation = splits[args.train_split], splits[validation_split]
+        splits = load_any(args.dataset, args.dataset_config, streaming=args.streaming)
+        train, validation = two_splits(splits, args)
     train = standard_columns(train, args, args.train_samples)
     return train, standard_columns(validation, args, args.validation_samples)
 
 
-def load_any(args: DataArguments) -> dict[str, Dataset | IterableDataset]:
-    path, options = args.dataset, {"streaming": args.streaming}
-    if path.endswith((".tar", ".parquet")):
-        builder = "webdataset" if path.endswith(".tar") else "parquet"
-        return load_dataset(builder, data_files=path, **options)
-    return load_dataset(path, args.dataset_config, **options)
+def load_any(path: str, config: str | None = None, **options) -> dict[str, Dataset | IterableDataset]:
+    try:
+        if path.endswith((".tar", ".parquet")):
+            builder = "webdataset" if path.endswith(".tar") else "parquet"
+            return load_dataset(builder, data_files=path, **options)
+        return load_dataset(path, config, **options)
+    except (OSError, ValueError, DatasetsError) as error:
+        where = "" if os.path.exists(path) else ", which is no file or folder here,"
+        raise SystemExit(f"--dataset {path}{where} could not be loaded: {error}") from error
+
+
+def two_splits(splits: Mapping[str, Dataset], args: Any) -> tuple[Dataset | IterableDataset, Dataset]:
+    """Those that `args.train_split` and `args.validation_split` name."""
+    names = [args.validation_split] if args.validation_split else ["validation", "val", "test"]
+    validation_split = next((name for name in names if name in splits), None)
+    if args.train_split not in splits or validation_split is None:
+        wanted = f"{args.train_split!r} and one of {names}"
+        raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
+    return splits[args.train_split], splits[validation_split]
 
 
 def standard_columns(split: Dataset | IterableDataset, args: DataArguments, samples: int | None):
@@ -86,9 +107,43 @@ def standard_columns(split: Dataset | IterableDataset, args: DataArguments, samp
     return split.cast_column("image", Image(decode=False))
 
 
-def label_names(split: Dataset | IterableDataset) -> list[str] | None:
+def label_names(split: Dataset | IterableDataset, args: DataArguments | None = None) -> list[str] | None:
+    """
+    The names that come with the data. With `args`, those of `--label_map` go first, and those of a map that is known for
+    the data set stand in where none come with it.
+    """
     feature = split.features["label"]
-    return feature.names if isinstance(feature, ClassLabel) else None
+    own = feature.names if isinstance(feature, ClassLabel) else None
+    chosen = None if args is None else args.label_map or (LABEL_MAPS.get(args.dataset) if own is None else None)
+    if chosen is None:
+        return own
+    names = read_label_map(chosen)
+    if own is not None:
+        check_label_map(names, len(own), f"--dataset {args.dataset}")
+    elif isinstance(split, Dataset) and (largest := pyarrow.compute.max(split.data["label"]).as_py()) >= len(names):
+        check_label_map(names, largest + 1, f"--dataset {args.dataset}")
+    return names
+
+
+def read_label_map(name: str) -> list[str]:
+    """Names of classes in their order: of a file, or of one of those in `labels/`."""
+    path = Path(name) if os.path.isfile(name) else LABELS / f"{name}.txt"
+    if not path.is_file():
+        at_hand = ", ".join(sorted(file.stem for file in LABELS.glob("*.txt")))
+        raise SystemExit(f"--label_map must be a file or one of {at_hand}, got {name}.")
+    names = [line.strip() for line in path.read_text().splitlines()]
+    seen = {}
+    for line, label in enumerate(names, start=1):
+        if not label or label in seen:
+            problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"
+            raise SystemExit(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
+        seen[label] = line
+    return names
+
+
+def check_label_map(names: Sequence[str], classes: int, whose: str) -> None:
+    if len(names) != classes:
+        raise SystemExit(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
 
 
 def decode(stored: dict) -> torch.Tensor | None:
@@ -141,11 +196,14 @@ class Augment:
             K.RandomCutMixV2(beta=alpha, use_correct_lambda=True, data_keys=["input", "class"]) if alpha else None
         )
 
-    def __call__(self, images: Sequence[torch.Tensor], labels: torch.Tensor, seed: Sequence[int]) -> dict:
+    def __call__(
+        self, images: Sequence[torch.Tensor], labels: Sequence[int] | torch.Tensor, seed: Sequence[int]
+    ) -> dict:
         """
         (3, height, width) uint8 each -> `images` (images, 3, image_size, image_size). Where two were mixed, an image shows
         `share` of its own label and `1 - share` of `other_labels`.
         """
+        labels = torch.as_tensor(labels)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(*seed))
             if len({image.shape for image in images}) == 1:
@@ -176,14 +234,31 @@ class Augment:
 # ------------------------------------------------------------------------------------------------------- micro-batches
 
 
+def read_labelled(sample: dict) -> tuple[torch.Tensor, int] | None:
+    """Image and label, or None if the image cannot be read."""
+    image = decode(sample["image"])
+    return None if image is None else (image, sample["label"])
+
+
 class MicroBatches(torch.utils.data.Dataset):
     """
     Item i is the i-th micro-batch of the whole run, over all processes: its images are those at `i * size` and after in an
     endless stream that shuffles anew every epoch. Whoever asks for it, and whenever, gets the same one.
+
+    `read` makes a sample of the data set the pair that `augment` takes, or None.
     """
 
-    def __init__(self, dataset: Dataset, size: int, augment: Augment, seed: int, shuffle: bool = True):
+    def __init__(
+        self,
+        dataset: Dataset,
+        size: int,
+        augment: Callable[..., dict],
+        seed: int,
+        shuffle: bool = True,
+        read: Callable[[dict], tuple | None] = read_labelled,
+    ):
         self.dataset, self.size, self.augment, self.seed, self.shuffle = dataset, size, augment, seed, shuffle
+        self.read = read
         self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def index_at(self, position: int) -> int:
@@ -197,7 +272,8 @@ class MicroBatches(torch.utils.data.Dataset):
     def __getitem__(self, micro: int) -> dict[str, torch.Tensor]:
         indices = [self.index_at(position) for position in range(micro * self.size, (micro + 1) * self.size)]
         samples = [self.dataset[index] for index in indices]
-        return {**collate(samples, indices, self.augment, [self.seed, micro]), "micro": torch.tensor(micro)}
+        batch = collate(samples, indices, self.augment, [self.seed, micro], self.read)
+        return {**batch, "micro": torch.tensor(micro)}
 
 
 class StreamedMicroBatches(torch.utils.data.IterableDataset):
@@ -222,27 +298,42 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
             epoch += 1
 
 
-def collate(samples: Sequence[dict], indices: Sequence[int], augment: Augment, seed: Sequence[int]) -> dict:
+def collate(
+    samples: Sequence[dict],
+    indices: Sequence[int],
+    augment: Callable[..., dict],
+    seed: Sequence[int],
+    read: Callable[[dict], tuple | None] = read_labelled,
+) -> dict:
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
-    decoded = [decode(sample["image"]) for sample in samples]
-    places = [place for place, image in enumerate(decoded) if image is not None]
-    if not places:
+    pairs = {place: pair for place, sample in enumerate(samples) if (pair := read(sample)) is not None}
+    if not pairs:
         raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
-    labels = torch.tensor([samples[place]["label"] for place in places])
-    views = augment([decoded[place] for place in places], labels, seed)
-    return {**views, "places": torch.tensor(places), "indices": torch.tensor([indices[place] for place in places])}
+    views = augment(*map(list, zip(*pairs.values())), seed)
+    return {
+        **views,
+        "places": torch.tensor(list(pairs)),
+        "indices": torch.tensor([indices[place] for place in pairs]),
+    }
+
+
+def own_pairs(
+    dataset: Dataset | IterableDataset, size: int, accelerator: Accelerator, read: Callable[[dict], tuple | None]
+) -> Iterator[list[tuple]]:
+    """What `read` makes of this process's share of the data, `size` samples at a time; None is left out."""
+    for number, columns in enumerate(dataset.iter(size)):
+        if number % accelerator.num_processes == accelerator.process_index:
+            samples = (dict(zip(columns, values)) for values in zip(*columns.values()))
+            pairs = [pair for sample in samples if (pair := read(sample)) is not None]
+            if pairs:
+                yield pairs
 
 
 def validation_batches(
     dataset: Dataset | IterableDataset, processor: Callable, size: int, accelerator: Accelerator
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`pixel_values` and `labels` of this process's share of the data; images that cannot be read are left out."""
-    for number, columns in enumerate(dataset.iter(size)):
-        if number % accelerator.num_processes != accelerator.process_index:
-            continue
-        pairs = [(decode(stored), label) for stored, label in zip(columns["image"], columns["label"])]
-        pairs = [(image, label) for image, label in pairs if image is not None]
-        if pairs:
-            pixel_values = processor([image for image, _ in pairs], return_tensors="pt").pixel_values
-            labels = torch.tensor([label for _, label in pairs])
-            yield pixel_values.to(accelerator.device), labels.to(accelerator.device)
+    for pairs in own_pairs(dataset, size, accelerator, read_labelled):
+        images, labels = zip(*pairs)
+        pixel_values = processor(list(images), return_tensors="pt").pixel_values
+        yield pixel_values.to(accelerator.device), torch.tensor(labels, device=accelerator.device)

@@ -1,0 +1,520 @@
+"""
+Images with masks or depth maps for the training scripts: one function for each data set, pairs that are augmented together,
+and a look at all samples before a training starts.
+
+```python
+train, validation = ade20k("path/to/ADEChallengeData2016")
+train[0]["mask"]  # (height, width) uint8: classes from 0, and 255 where a pixel does not count
+train, validation = nyuv2("path/to/nyu_depth_v2_labeled.mat")
+train[0]["depth"]  # (height, width) float32: metres, and 0 where nothing was measured
+```
+
+However a data set stores its targets, they come out in these forms; images are not decoded until they are used.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from data import LABELS, check_label_map, decode, load_any, own_pairs, read_label_map, seed_of, two_splits
+from datasets import Dataset, Features, Image, Value
+from PIL import Image as PILImage
+from scenes import MASK_LABELS, scenes
+from torch.nn.functional import interpolate, pad
+from tqdm.auto import tqdm
+
+
+IGNORED = 255  # the class of pixels that do not count
+TARGETS = {"segmentation": "mask", "depth": "depth"}  # the column of each task
+DTYPES = {"segmentation": torch.int64, "depth": torch.float32}
+TARGET_NAMES = {
+    "mask": ("mask", "annotation", "label", "labels", "segmentation_mask", "png"),
+    "depth": ("depth", "depth_map", "depth.npy", "depth.png"),
+}
+ADE20K, NYUV2 = "zhoubolei/scene_parse_150", "adams-story/nyu-depthv2-wds"
+
+
+@dataclass
+class DenseDataArguments:
+    dataset: str = field(
+        default="scenes",
+        metadata={
+            "help": '"scenes" (procedural), a hub id, a parquet file or folder, *.tar shards, an image folder, the folder '
+            "ADEChallengeData2016, or nyu_depth_v2_labeled.mat."
+        },
+    )
+    encoding: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a data set is that neither its hub id nor its layout gives away: how are its targets stored?",
+            "choices": ["ade20k", "camvid", "nyuv2"],
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
+    train_split: str = "train"
+    validation_split: str | None = field(
+        default=None, metadata={"help": "By default the first of validation, val and test that exists."}
+    )
+    image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
+    target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
+    label_map: str | None = field(
+        default=None, metadata={"help": "Names of the classes, one a line: a file, or ade20k or camvid."}
+    )
+    reduce_labels: bool | None = field(
+        default=None, metadata={"help": "Stored class 0 does not count, and the others move down by one."}
+    )
+    ignored_class: int | None = field(default=None, metadata={"help": "A stored class that does not count, as 255."})
+    depth_scale: float | None = field(
+        default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
+    )
+    depth_offset: float = 0.0
+    train_samples: int | None = field(default=None, metadata={"help": "Use the first images alone, for a trial."})
+    validation_samples: int | None = None
+    workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a data set stores its targets. As the transform of a `Dataset` it undoes that on access."""
+
+    task: str
+    names: tuple[str, ...] = ()  # of the classes
+    reduce_labels: bool = False
+    ignored_class: int = IGNORED
+    depth_scale: float | None = None
+    depth_offset: float = 0.0
+
+    def __call__(self, columns: dict[str, list]) -> dict[str, list]:
+        target, names = TARGETS[self.task], [str(name) for name in columns["id"]]
+        return {**columns, "id": names, target: [self.decode(*pair) for pair in zip(columns[target], names)]}
+
+    def decode(self, stored: Any, name: str) -> torch.Tensor | None:
+        """(height, width) uint8 or float32, or None if the file cannot be read; an error says what is wrong with `name`."""
+        values = read_array(stored)
+        if values is None:
+            return None
+        if values.ndim != 2:
+            raise ValueError(f"{name}: the {TARGETS[self.task]} must be of shape (height, width), got {values.shape}.")
+        return torch.from_numpy(
+            self.classes(values, name) if self.task == "segmentation" else self.metres(values, name)
+        )
+
+    def classes(self, stored: np.ndarray, name: str) -> np.ndarray:
+        first = int(self.reduce_labels)
+        table = np.full(256, -1)
+        table[first : first + len(self.names)] = range(len(self.names))
+        table[[self.ignored_class, IGNORED] + [0] * first] = IGNORED
+        classes = table[stored.clip(0, 255).astype(np.uint8)]
+        bad = (classes < 0) | (stored < 0) | (stored > 255)
+        if bad.any():
+            others = " and ".join(str(other) for other in sorted({self.ignored_class, IGNORED, *range(first)}))
+            raise ValueError(
+                f"{name}: the mask has class {stored[bad][0]} ({bad.sum()} pixels), allowed are {first} to "
+                f"{first + len(self.names) - 1}, and {others} for what does not count."
+            )
+        return classes.astype(np.uint8)
+
+    def metres(self, stored: np.ndarray, name: str) -> np.ndarray:
+        if self.depth_scale is not None:
+            depth = (stored + np.float64(self.depth_offset)) * self.depth_scale
+        elif np.issubdtype(stored.dtype, np.floating):
+            depth = stored
+        else:
+            raise ValueError(
+                f"{name}: depth is stored in whole numbers ({stored.dtype}), which could be any unit. --depth_scale and "
+                "--depth_offset must say: metres = (stored + depth_offset) x depth_scale, 0.001 for millimetres."
+            )
+        depth = depth.astype(np.float32)
+        if not (depth >= 0).all() or np.isinf(depth).any():  # the first is False for NaN, too
+            bad = depth[~((depth >= 0) & (depth < np.inf))]
+            raise ValueError(
+                f"{name}: depth must be 0 (not measured) or above and finite, got {bad[0]} {bad.size} times."
+            )
+        return depth
+
+
+def encoding_of(dataset: Dataset) -> Encoding:
+    return dataset.format["format_kwargs"]["transform"]
+
+
+def mask_names(dataset: Dataset) -> list[str]:
+    return list(encoding_of(dataset).names)
+
+
+def read_array(stored: Any) -> np.ndarray | None:
+    """An image that `datasets` has not decoded, as it is stored (no palette, no 8 bits), or an array in lists."""
+    if not isinstance(stored, dict):
+        return None if stored is None else np.asarray(stored)
+    try:
+        return np.asarray(open_stored(stored))
+    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+        return None
+
+
+def open_stored(stored: dict) -> PILImage.Image:
+    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+
+
+# ------------------------------------------------------------------------------------------------------------ data sets
+
+
+def load_dense_splits(args: DenseDataArguments, task: str) -> tuple[Dataset, Dataset]:
+    """Training and validation data with the columns `image` (not decoded), `mask` or `depth`, and `id`."""
+    if task not in TARGETS:
+        raise ValueError(f"`task` must be one of {', '.join(TARGETS)}, got {task!r}.")
+    if args.dataset == "scenes":
+        return dense_scenes(args.train_samples or 8000, args.validation_samples or 1000, task)
+    kind = args.encoding or recognised(args.dataset)
+    if kind is None:
+        return dense(args.dataset, task, args)
+    loaders = {"ade20k": (ade20k, "segmentation"), "camvid": (camvid, "segmentation"), "nyuv2": (nyuv2, "depth")}
+    function, of = loaders[kind]
+    if of != task:
+        raise SystemExit(f"--dataset {args.dataset} is {kind}, which is for {of}, not for {task}.")
+    return function(args.dataset, args)
+
+
+def recognised(source: str) -> str | None:
+    if source == ADE20K or ade20k_tree(source):
+        return "ade20k"
+    return "nyuv2" if source == NYUV2 or nyuv2_file(source) else None
+
+
+def ade20k(source: str = ADE20K, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
+    """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 does not count."""
+    if tree := ade20k_tree(source):
+        folders = {"train": "training", "validation": "validation"}
+        splits = {
+            name: paired_files(tree / "images" / folder, tree / "annotations" / folder)
+            for name, folder in folders.items()
+        }
+    elif source == ADE20K:  # the main branch holds a script, which `datasets` does not run any more
+        splits = load_any(source, revision="refs/convert/parquet", data_dir="scene_parsing")
+    else:
+        splits = load_any(source)
+    encoding = Encoding("segmentation", tuple(read_label_map("ade20k")), reduce_labels=True)
+    return standard_splits(splits, source, encoding, args)
+
+
+def ade20k_tree(source: str) -> Path | None:
+    folders = (Path(source), Path(source, "ADEChallengeData2016"))
+    return next((one for one in folders if (one / "images").is_dir() and (one / "annotations").is_dir()), None)
+
+
+def camvid(source: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
+    """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 does not count."""
+    if Path(source, "trainannot").is_dir():
+        splits = {name: paired_files(Path(source, name), Path(source, f"{name}annot")) for name in ("train", "val")}
+    else:
+        splits = load_any(source)
+    encoding = Encoding("segmentation", tuple(read_label_map("camvid")), ignored_class=11)
+    return standard_splits(splits, source, encoding, args)
+
+
+def nyuv2(source: str = NYUV2, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
+    """Rooms: from the hub, a folder of parquet files or shards, or the official labelled file (795 and 654 images)."""
+    file = nyuv2_file(source)
+    splits = nyuv2_official(file) if file else load_any(source)
+    return standard_splits(splits, source, Encoding("depth"), args)
+
+
+def nyuv2_file(source: str) -> Path | None:
+    files = (Path(source), Path(source, "nyu_depth_v2_labeled.mat"))
+    return next((file for file in files if file.suffix == ".mat" and file.is_file()), None)
+
+
+def nyuv2_official(file: Path) -> dict[str, Dataset]:
+    """The split is that of `splits.mat` beside the file, or else the same one from `labels/nyuv2_test.txt`."""
+    beside = file.with_name("splits.mat")
+    try:
+        with needed("h5py").File(file) as content:
+            counts = {name: len(content[name]) for name in ("images", "depths")}
+        if beside.is_file():
+            split = needed("scipy.io").loadmat(beside)
+            train, test = (split[name].ravel().tolist() for name in ("trainNdxs", "testNdxs"))
+        else:
+            test = [int(line) for line in (LABELS / "nyuv2_test.txt").read_text().split()]
+            train = sorted({*range(1, counts["images"] + 1)} - {*test})
+    except (OSError, KeyError, ValueError) as error:
+        raise SystemExit(f"--dataset {file}, or splits.mat beside it, is not the official file: {error}") from error
+    if not train or not test or max(train + test) > min(counts.values()):
+        raise SystemExit(
+            f"--dataset {file} has {counts['images']} images and {counts['depths']} depth maps, its split {len(train)} and "
+            f"{len(test)} up to number {max([0, *train, *test])}."
+        )
+    features = Features(image=Image(), depth=Image(), id=Value("string"))
+    # `datasets` keeps what a generator gave before, by its arguments: a file that changed must be another argument.
+    common = {"file": str(file.resolve()), "version": (file.stat().st_mtime_ns, file.stat().st_size)}
+    return {
+        name: Dataset.from_generator(nyuv2_rows, features, gen_kwargs={**common, "numbers": tuple(numbers)})
+        for name, numbers in (("train", train), ("validation", test))
+    }
+
+
+def needed(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SystemExit(
+            f"The official NYUv2 file cannot be read without `pip install {module.split('.')[0]}`."
+        ) from error
+
+
+def nyuv2_rows(file: str, numbers: Sequence[int], version: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """`numbers` count from 1; the axes of MATLAB's arrays are (image, channel, column, row) here."""
+
+    def stored(pixels: np.ndarray, **options) -> dict[str, Any]:
+        file = BytesIO()
+        PILImage.fromarray(np.ascontiguousarray(pixels)).save(file, **options)
+        return {"bytes": file.getvalue(), "path": None}
+
+    with needed("h5py").File(file) as content:
+        for number in numbers:
+            image, depth = content["images"][number - 1], content["depths"][number - 1]
+            yield {
+                "image": stored(image.transpose(2, 1, 0), format="PNG", compress_level=1),
+                "depth": stored(depth.T.astype(np.float32), format="TIFF"),  # the metres, bit for bit
+                "id": str(number),
+            }
+
+
+def dense_scenes(train: int = 8000, validation: int = 1000, task: str = "segmentation") -> tuple[Dataset, Dataset]:
+    splits = {"train": scenes(train), "validation": scenes(validation, split="validation")}
+    return standard_splits(splits, "scenes", Encoding(task, tuple(MASK_LABELS)), None)
+
+
+def dense(source: str, task: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
+    """Any data set with a column of images and one of targets; `--label_map` names the classes of masks."""
+    return standard_splits(load_any(source, args and args.dataset_config), source, Encoding(task), args)
+
+
+def paired_files(images: Path, targets: Path) -> Dataset:
+    """The files of two folders, paired by name."""
+    for folder in (images, targets):
+        if not folder.is_dir():
+            raise SystemExit(f"--dataset: there is no folder {folder}.")
+    files = sorted(file for file in images.iterdir() if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
+    missing = [file for file in files if not (targets / f"{file.stem}.png").is_file()]
+    if missing:
+        raise SystemExit(
+            f"--dataset: {len(missing)} of {len(files)} images in {images} have no mask; {missing[0].name} needs "
+            f"{targets / missing[0].stem}.png."
+        )
+    columns = {
+        "image": [str(file) for file in files],
+        "mask": [str(targets / f"{file.stem}.png") for file in files],
+        "id": [file.stem for file in files],
+    }
+    return Dataset.from_dict(columns, features=Features(image=Image(), mask=Image(), id=Value("string")))
+
+
+def standard_splits(
+    splits: Mapping[str, Dataset], source: str, encoding: Encoding, args: DenseDataArguments | None
+) -> tuple[Dataset, Dataset]:
+    args = replace(args or DenseDataArguments(), dataset=str(source))
+    if encoding.task == "segmentation" and args.label_map is not None:
+        names = read_label_map(args.label_map)
+        if encoding.names:
+            check_label_map(names, len(encoding.names), f"--dataset {source}")
+        encoding = replace(encoding, names=tuple(names))
+    if encoding.task == "segmentation" and not 1 <= len(encoding.names) <= IGNORED:
+        raise SystemExit(
+            f"--dataset {source}: --label_map must name its classes, 1 to {IGNORED} of them, got {len(encoding.names)}. If "
+            "it is ADE20K or CamVid in another form, --encoding says so."
+        )
+    chosen = ("reduce_labels", "ignored_class", "depth_scale", "depth_offset")
+    encoding = replace(encoding, **{name: getattr(args, name) for name in chosen if getattr(args, name) is not None})
+    train, validation = two_splits(splits, args)
+    train = standard_columns(train, args, encoding, args.train_samples, "train")
+    return train, standard_columns(validation, args, encoding, args.validation_samples, "validation")
+
+
+def standard_columns(
+    split: Dataset, args: DenseDataArguments, encoding: Encoding, samples: int | None, name: str
+) -> Dataset:
+    features, kind = split.features, TARGETS[encoding.task]
+    target = args.target_column or next((column for column in TARGET_NAMES[kind] if column in features), None)
+    images = (
+        column for column, feature in features.items() if isinstance(feature, (Image, dict)) and column != target
+    )
+    image = args.image_column or next(images, None)
+    for option, column in (("image_column", image), ("target_column", target)):
+        if column not in features:
+            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
+    if len(split) == 0:
+        raise SystemExit(f"--dataset {args.dataset} has no samples in its {name} split.")
+    split = split.select(range(min(samples or len(split), len(split))))
+    known = next((column for column in ("id", "__key__") if column in features), None)
+    if known is None:
+        known, split = "id", split.add_column("id", [f"{name}[{index}]" for index in range(len(split))])
+    renamed = {old: new for old, new in ((image, "image"), (target, kind), (known, "id")) if old != new}
+    split = split.select_columns([image, target, known]).rename_columns(renamed)
+    for column in ("image", kind):
+        # Bytes and path, if the file does not say what they are. Such a cast alone copies no data.
+        if isinstance(split.features[column], (Image, dict)):
+            split = split.cast_column(column, Image(decode=False))
+    return split.with_transform(encoding)
+
+
+def read_dense(sample: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Image (3, height, width) uint8 and its target (height, width), or None if either cannot be read."""
+    image, target = decode(sample["image"]), sample["mask" if "mask" in sample else "depth"]
+    if image is None or target is None:
+        return None
+    if image.shape[1:] != target.shape:
+        raise ValueError(f"{sample['id']}: {size_mismatch(image.shape[1:], target.shape)}")
+    return image, target
+
+
+def size_mismatch(image: Sequence[int], target: Sequence[int]) -> str:
+    return f"the image is {image[0]}x{image[1]} (height x width), its target {target[0]}x{target[1]}."
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, decoded: int = 2000) -> None:
+    """
+    Stop before a training starts on data that would stop it later. Every file must be there and be of the size of its
+    partner; `decoded` targets, evenly spaced, must hold what they may (the others are checked when they are used).
+    """
+    if len(dataset) == 0:
+        raise SystemExit("There are no samples in the split.")
+    encoding, kind = encoding_of(dataset), TARGETS[task]
+    if task == "segmentation" and num_labels is not None:
+        check_label_map(encoding.names, num_labels, "the model")
+    raw, problems = dataset.with_format(None), []
+    # Arrays have no header; the others are not read.
+    headers = raw if isinstance(raw.features[kind], Image) else raw.remove_columns(kind)
+    whole = set(np.linspace(0, len(raw) - 1, min(decoded, len(raw))).astype(int).tolist())
+    for index in tqdm(range(len(raw)), "checking samples", disable=len(raw) < 200, leave=False):
+        problem = problem_of(raw[index] if index in whole else headers[index], encoding, index in whole)
+        if problem is not None:
+            problems.append(f"sample {index}, id {problem}")
+    if problems:
+        more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise SystemExit(f"{len(problems)} of {len(raw)} samples cannot be used:\n" + "\n".join(problems[:5]) + more)
+
+
+def problem_of(sample: dict, encoding: Encoding, whole: bool) -> str | None:
+    name, kind, sizes = sample["id"], TARGETS[encoding.task], {}
+    for column in [column for column in ("image", kind) if column in sample]:
+        stored = sample[column]
+        if stored is None:
+            return f"{name}: there is no {column}."
+        if not isinstance(stored, dict):
+            sizes[column] = np.shape(stored)
+            continue
+        if stored["bytes"] is None and not os.path.isfile(stored["path"]):
+            return f"{name}: there is no file {stored['path']}."
+        try:
+            header = open_stored(stored)
+        except (OSError, SyntaxError, ValueError) as error:
+            return f"{name}: the {column} cannot be read: {error}."
+        on_its_side = column == "image" and header.getexif().get(0x0112, 1) >= 5
+        sizes[column] = header.size if on_its_side else header.size[::-1]
+    if kind in sizes and sizes["image"] != sizes[kind]:
+        return f"{name}: {size_mismatch(sizes['image'], sizes[kind])}"
+    try:
+        if whole and encoding.decode(sample[kind], name) is None:
+            return f"{name}: the {kind} is cut short."
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------- augmentation
+
+
+@dataclass
+class DenseAugmentation:
+    keep_aspect: bool = field(default=False, metadata={"help": "Crop to the shape of the view instead of stretching."})
+    scale: list[float] = field(
+        default_factory=lambda: [1.0, 1.0],
+        metadata={"help": "Least and largest size; 1 just fills the view, above it is cropped, below it is padded."},
+    )
+    flip: bool = True
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.4
+    hue: float = field(default=0.1, metadata={"help": "0 to 0.5; the others are from 0 to 1."})
+
+
+class PairedAugment:
+    """
+    Random views of images and their targets: the same window and flip for both, colours for the image alone.
+
+    Images are resampled smoothly, targets by nearest neighbour; depths stay what they are, whatever the scale. Around the
+    image a mask is 255 and a depth 0.
+    """
+
+    def __init__(self, args: DenseAugmentation, size: tuple[int, int], task: str):
+        import kornia.augmentation as K
+
+        low, high = args.scale
+        if not 0 < low <= high:
+            raise SystemExit(f"--scale must be two numbers above 0, the smaller first, got {low} {high}.")
+        self.args, self.size = args, size
+        self.fill = IGNORED if task == "segmentation" else 0
+        self.dtype = DTYPES[task]
+        jitter = {name: getattr(args, name) for name in ("brightness", "contrast", "saturation", "hue")}
+        self.jitter = K.ColorJitter(**jitter) if any(jitter.values()) else None
+
+    def __call__(self, images: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], seed: Sequence[int]) -> dict:
+        """
+        (3, height, width) uint8 and (height, width) each -> `images` (images, 3, *size) in 0 to 1 and `labels` (images,
+        *size), int64 or float32.
+        """
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(*seed))
+            views, labels = zip(*(self.view(*pair) for pair in zip(images, targets)))
+            views, labels = torch.stack(views), torch.stack(labels)
+            if self.args.flip:
+                flipped = torch.rand(len(views)) < 0.5
+                views[flipped], labels[flipped] = views[flipped].flip(-1), labels[flipped].flip(-1)
+            views = views if self.jitter is None else self.jitter(views)
+        return {"images": views.clamp(0, 1), "labels": labels.to(self.dtype)}
+
+    def view(self, image: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A window of both, in the size of the view; targets as float32, which holds classes exactly."""
+        low, high = self.args.scale
+        ratio = low + (high - low) * torch.rand(()).item()
+        factors = [ratio * wanted / side for wanted, side in zip(self.size, target.shape)]
+        if self.args.keep_aspect:
+            factors = [max(factors)] * 2
+        window, resized, margins = [], [], []
+        for wanted, side, factor in zip(self.size, target.shape, factors):
+            length = min(side, max(round(wanted / factor), 1))  # of the window; the whole side if it fits
+            start = int(torch.randint(side - length + 1, ()))
+            window.append(slice(start, start + length))
+            resized.append(wanted if length < side else min(wanted, max(round(side * factor), 1)))
+            before = int(torch.randint(wanted - resized[-1] + 1, ()))
+            margins = [before, wanted - resized[-1] - before, *margins]  # `pad` counts from the last side
+        image = interpolate(image[None][(..., *window)] / 255, resized, mode="bilinear", antialias=True)[0]
+        target = interpolate(target[None, None][(..., *window)].float(), resized, mode="nearest-exact")[0, 0]
+        return pad(image, margins), pad(target, margins, value=self.fill)
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+def dense_validation_batches(
+    dataset: Dataset, processor: Callable, size: int, accelerator: Accelerator, task: str
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """`pixel_values` of whole images, and their targets in the size in which they are stored, of this process's share."""
+    encoding, column = encoding_of(dataset), TARGETS[task]
+
+    def read(sample: dict) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return read_dense({**sample, column: encoding.decode(sample[column], sample["id"])})
+
+    for pairs in own_pairs(dataset.with_format(None), size, accelerator, read):  # decoded where they are used alone
+        images, targets = zip(*pairs)
+        pixel_values = processor(list(images), return_tensors="pt").pixel_values
+        yield pixel_values.to(accelerator.device), [target.to(accelerator.device, DTYPES[task]) for target in targets]
