@@ -29,6 +29,7 @@ from data import (
 )
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
+from evaluation import along_axes, evaluate_grid, metrics_for, table_points
 from scenes import teacher as train_teacher
 from teacher import CachedMicroBatches, Teacher, cache_views
 from training import (
@@ -96,31 +97,12 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
     return model_class(AdaPerceiverConfig(**{**student_fields(args), **labels, **changes}))
 
 
-@torch.no_grad()
 def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
     """Top-1 accuracy of the full model, along each axis from there, and of the whole trained grid."""
-    config = model.config
-    depths, granularities = range(1, config.num_hidden_layers + 1), config.token_granularities
-    right = torch.zeros(len(config.widths), len(depths), len(granularities), device=accelerator.device)
-    count = torch.zeros((), device=accelerator.device)
-    for pixel_values, labels in validation_batches(dataset, processor, size, accelerator):
-        count += len(labels)
-        for of_width, width in zip(right, config.widths):
-            logits = model.logits_grid(pixel_values, width=width)  # (depths, granularities, batch, labels)
-            of_width += (logits.argmax(dim=-1) == labels).sum(dim=-1)
-    accuracy = (accelerator.reduce(right, "sum") / accelerator.reduce(count, "sum")).cpu()
-    return {
-        "accuracy": accuracy[-1, -1, -1].item(),
-        "accuracy_by_tokens": dict(zip(map(str, granularities), accuracy[-1, -1].tolist())),
-        "accuracy_by_width": dict(zip(map(str, config.widths), accuracy[:, -1, -1].tolist())),
-        "accuracy_by_depth": dict(zip(map(str, depths), accuracy[-1, :, -1].tolist())),
-        "grid": [
-            {"tokens": tokens, "width": width, "depth": depth, "value": round(accuracy[i, j, k].item(), 4)}
-            for i, width in enumerate(config.widths)
-            for j, depth in enumerate(depths)
-            for k, tokens in enumerate(granularities)
-        ],
-    }
+    batches = validation_batches(dataset, processor, size, accelerator)
+    new_metric = metrics_for("image-classification", model.config.num_labels)
+    rows = evaluate_grid(model, batches, new_metric, accelerator)
+    return {**along_axes(rows, "top1"), "grid": table_points(rows, "top1")}
 
 
 @torch.no_grad()

@@ -790,20 +790,31 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
 
     @torch.no_grad()
     def predictions_grid(
-        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+        self,
+        pixel_values: torch.Tensor,
+        granularities: Sequence[int] | None = None,
+        depths: Sequence[int] | None = None,
+        **kwargs: Unpack[AdaptiveKwargs],
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """
-        Yield `(depth, tokens, prediction)` at every depth up to `depth` and several token counts, from one encoding. A
+        Yield `(depth, tokens, prediction)` at several depths (by default all) and token counts, from one encoding. A
         prediction is what a call at that point gives: logits `(batch, num_labels, height, width)`, or depth `(batch,
         height, width)`.
 
         `granularities` ascend and default to the trained ones; all but the last must be among those, and a single one may
         be any count.
         """
-        point, granularities, kwargs = self._shared_point(pixel_values, granularities, kwargs)
+        depths = range(1, self.config.num_hidden_layers + 1) if depths is None else depths
+        if "depth" in kwargs:
+            raise TypeError("`depth` is not an argument here: `depths` are.")
+        point, granularities, kwargs = self._shared_point(
+            pixel_values, granularities, {**kwargs, "depth": max(depths)}
+        )
         readout, sink = self.adaperceiver.dense_readout, None
         walk = self.adaperceiver.latents_by_depth(pixel_values, point, kwargs)
         for depth, (input_tokens, rope, latents) in enumerate(walk, start=1):
+            if depth not in depths:
+                continue
             sink = readout.sink(input_tokens) if sink is None else sink
             for tokens, output_tokens in zip(granularities, readout.by_tokens(latents, sink, rope, granularities)):
                 yield depth, tokens, self.finish(self.coarse_maps(output_tokens, pixel_values), pixel_values)

@@ -158,8 +158,8 @@ def test_a_run_leaves_ordinary_checkpoints_metrics_and_a_card(whole_run):
     classify = pipeline("image-classification", str(whole_run / "final"), trust_remote_code=True)
     assert {answer["label"] for answer in classify(picture(1), tokens=2)} == set(NAMES)
     last = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()][-1]
-    assert set(last["accuracy_by_tokens"]) == {"2", "4", "8"}
-    assert set(last["accuracy_by_depth"]) == {"1", "2"}
+    assert set(last["top1_by_tokens"]) == {"2", "4", "8"}
+    assert set(last["top1_by_depth"]) == {"1", "2"}
     model = AutoModelForImageClassification.from_pretrained(whole_run / "final")
     assert len(model.accuracy_table.points) == 3 * 3 * 2  # tokens x widths x depths, for budgets to be spent by
 
@@ -213,7 +213,7 @@ def test_tensorboard_gets_the_curves_where_it_is_installed(arguments, tmp_path):
     accumulator.Reload()
     recorded = {event.step: event.value for event in accumulator.Scalars("loss")}
     assert recorded == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
-    assert "accuracy" in accumulator.Tags()["scalars"]
+    assert "top1" in accumulator.Tags()["scalars"]
 
 
 def test_a_finished_run_is_neither_repeated_nor_overwritten(arguments, whole_run):

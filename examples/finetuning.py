@@ -1,0 +1,221 @@
+"""
+What the fine-tuning scripts share: a checkpoint with a head for new labels, what of it is trained, and the run itself.
+
+As in the paper, the backbone is frozen: training reaches the write attention, the output tokens and the head, and layers that
+the checkpoint does not have. What is frozen runs without a graph, so it keeps no activations.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from data import MicroBatches
+from dense_data import (
+    DenseAugmentation,
+    DenseDataArguments,
+    PairedAugment,
+    check_samples,
+    dense_validation_batches,
+    encoding_of,
+    load_dense_splits,
+    mask_names,
+    read_dense,
+)
+from evaluation import TASKS, along_axes, evaluate_grid, metrics_for, table_points
+from training import (
+    OptimizationArguments,
+    RunArguments,
+    draws,
+    model_card,
+    normalisation,
+    print_scores,
+    shrink,
+    start,
+    train,
+)
+
+from adaperceiver import AccuracyTable, image_processor_for
+
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "examples" / "recipes"
+TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
+KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
+
+
+@dataclass
+class FineTuningArguments:
+    model: str = field(
+        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"),
+        metadata={"help": "A hub id or folder of any AdaPerceiver checkpoint."},
+    )
+    config_changes: str = field(
+        default="{}", metadata={"help": "Fields of AdaPerceiverConfig that differ from the checkpoint's, as JSON."}
+    )
+    adaptive_axes: list[str] = field(default_factory=lambda: ["tokens"])
+    image_size: list[int] | None = field(
+        default=None, metadata={"help": "Height and width that the model sees; by default the paper's for its size."}
+    )
+    train_all: bool = field(
+        default=False, metadata={"help": "Train the whole network, not the readout and head alone."}
+    )
+    eval_batch_size: int = 32
+
+
+def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str] | None) -> torch.nn.Module:
+    """The checkpoint under a head for the labels `names`, with what stays as it is frozen."""
+    changes = {"adaptive_axes": args.adaptive_axes, "distillation_temperature": 1.0, **json.loads(args.config_changes)}
+    if names is not None:
+        changes |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    model, found = model_class.from_pretrained(
+        args.model, **changes, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    new = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(args.train_all or name.startswith(TRAINED) or name in new)
+    return model
+
+
+def fine_tune(
+    task: str,
+    model: torch.nn.Module,
+    processor: Any,
+    batches: torch.utils.data.Dataset,
+    loss_of: Callable[[torch.nn.Module, torch.Tensor, dict, int], torch.Tensor],
+    measure: Callable[[torch.nn.Module], list[dict[str, Any]]],
+    accelerator: Accelerator,
+    run: RunArguments,
+    data: Any,
+    optimization: OptimizationArguments,
+    arguments: dict[str, Any],
+    script: str,
+) -> dict[str, Any]:
+    """
+    Train, evaluate and save. `loss_of(model, pixel_values, batch, step)` is the loss of a micro-batch; `measure(model)` gives
+    rows of `evaluate_grid`.
+    """
+    score, name = TASKS[task].score, Path(data.dataset).name
+    mean, std = normalisation(processor, accelerator)
+
+    def evaluate(model: torch.nn.Module) -> dict[str, Any]:
+        rows = measure(model)
+        return {**along_axes(rows, score), "grid": table_points(rows, score)}
+
+    def save(model: torch.nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
+        table = AccuracyTable(f"{score} on the validation data of {name}", metrics["grid"])
+        table.higher_is_better = TASKS[task].higher_is_better
+        model.accuracy_table = table
+        if accelerator.is_main_process:
+            processor.save_pretrained(folder)  # before the model, which keeps the one it finds
+        card = model_card(f"AdaPerceiver fine-tuned on {name}", script, arguments, metrics)
+        model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
+
+    metrics = train(
+        accelerator,
+        model,
+        batches,
+        lambda model, batch, step: loss_of(model, (batch["images"] - mean) / std, batch, step),
+        evaluate,
+        save,
+        run,
+        optimization,
+        steps=optimization.total_steps(len(batches.dataset)),
+        workers=data.workers,
+        higher_is_better=TASKS[task].higher_is_better,
+    )
+    print_scores(metrics, accelerator)
+    accelerator.print(f"The model is in {Path(run.output_dir) / 'final'}.")
+    return metrics
+
+
+def begin(run: RunArguments, data: Any, optimization: OptimizationArguments, *others: Any) -> tuple | None:
+    """The accelerator and all arguments as one dictionary; None if the run is complete."""
+    if run.smoke:
+        shrink(run, data, optimization)
+    arguments = {name: value for group in (data, optimization, *others) for name, value in vars(group).items()}
+    accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
+    if not start(accelerator, run, arguments):
+        accelerator.print(f"{run.output_dir} is complete.")
+        return None
+    return accelerator, arguments
+
+
+def fine_tune_dense(
+    kind: str,
+    model_class: type,
+    script: str,
+    run: RunArguments,
+    data: DenseDataArguments,
+    augmentation: DenseAugmentation,
+    optimization: OptimizationArguments,
+    tuning: FineTuningArguments,
+    loss_options: Callable[[int], dict[str, Any]] = lambda step: {},
+    **metric_options,
+) -> None:
+    """
+    Fine-tune a segmentation or a depth model, by `kind`. `loss_options(step)` are keyword arguments of the model's call,
+    `metric_options` those of the metric.
+    """
+    begun = begin(run, data, optimization, augmentation, tuning)
+    if begun is None:
+        return
+    accelerator, arguments = begun
+    training_data, validation_data = load_dense_splits(data, kind)
+    names = mask_names(training_data) if kind == "segmentation" else None
+    model = load_model(tuning, model_class, names)
+    for split in (training_data, validation_data) if accelerator.is_main_process else ():
+        check_samples(split, kind, model.config.num_labels if names else None)
+    processor = dense_processor(model.config, KINDS[kind], tuning.image_size)
+    processor.do_reduce_labels = encoding_of(training_data).reduce_labels
+    size = (processor.size["height"], processor.size["width"])
+    augment = PairedAugment(augmentation, size, kind)
+    batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed, read=read_dense)
+    draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)
+    new_metric = metrics_for(KINDS[kind], model.config.num_labels, **metric_options)
+
+    def loss_of(model, pixel_values, batch, step):
+        step_options = {"once_for_all": draw(batch, step), **loss_options(step)}
+        return model(pixel_values, labels=batch["labels"], **step_options).loss
+
+    def measure(model):
+        size = tuning.eval_batch_size
+        validation = dense_validation_batches(validation_data, processor, size, accelerator, kind)
+        return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
+
+    fine_tune(
+        KINDS[kind],
+        model,
+        processor,
+        batches,
+        loss_of,
+        measure,
+        accelerator,
+        run,
+        data,
+        optimization,
+        arguments,
+        script,
+    )
+
+
+def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:
+    """The paper's preprocessing, at another size if one is given."""
+    processor, patch = image_processor_for(config, task), config.patch_size
+    if image_size is not None:
+        if len(image_size) != 2 or any(side < 1 or side % patch for side in image_size):
+            raise SystemExit(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
+        processor.size = dict(zip(("height", "width"), image_size))
+    return processor
+
+
+def grid_of(config: Any, axes: Sequence[str]) -> dict[str, Sequence[int]]:
+    """The operating points that a training over `axes` covers."""
+    return {
+        "tokens": config.token_granularities if "tokens" in axes else [config.max_latent_tokens],
+        "widths": config.widths if "width" in axes else [config.max_width],
+        "depths": range(1, config.num_hidden_layers + 1) if "depth" in axes else [config.num_hidden_layers],
+    }

@@ -1,0 +1,47 @@
+"""
+Fine-tune an AdaPerceiver to estimate depth: every token count in one pass, the backbone frozen.
+
+    accelerate launch examples/run_depth_estimation.py                                # procedural scenes, minutes on two cores
+    accelerate launch examples/run_depth_estimation.py examples/recipes/nyuv2.yaml --model ... --dataset ...
+
+The recipe's values can be overridden on the command line; `--help` lists them all.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+from dense_data import DenseAugmentation, DenseDataArguments
+from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
+from training import OptimizationArguments, RunArguments, parse
+
+from adaperceiver import AdaPerceiverForDepthEstimation
+
+
+@dataclass
+class DepthArguments(FineTuningArguments):
+    loss_warmup_steps: int = field(
+        default=100, metadata={"help": "Steps in which the variance is left out of the scale-invariant loss."}
+    )
+    crop: str = field(
+        default="eigen", metadata={"help": "The part of an image that is scored.", "choices": ["eigen", "none"]}
+    )
+
+
+SCRIPT = "examples/run_depth_estimation.py"
+GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArguments, DepthArguments]
+
+
+def main(arguments: list[str]) -> None:
+    for stage in parse(GROUPS, arguments, RECIPES / "scenes_depth.yaml"):
+        tuning = stage[-1]
+
+        def loss_options(step: int, warm_up: int = tuning.loss_warmup_steps) -> dict[str, bool]:
+            return {"loss_warm_up": step < warm_up}
+
+        fine_tune_dense(
+            "depth", AdaPerceiverForDepthEstimation, SCRIPT, *stage, loss_options=loss_options, crop=tuning.crop
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""
+Fine-tune an AdaPerceiver to classify images: every token count, width and depth in one pass, the backbone frozen.
+
+    accelerate launch examples/run_image_classification.py                            # procedural scenes, minutes on two cores
+    accelerate launch examples/run_image_classification.py examples/recipes/imagenet1k.yaml --model ... --dataset ...
+
+The recipe's values can be overridden on the command line; `--help` lists them all.
+"""
+
+import sys
+
+import torch
+from data import (
+    Augment,
+    AugmentationArguments,
+    DataArguments,
+    MicroBatches,
+    label_names,
+    load_splits,
+    validation_batches,
+)
+from evaluation import evaluate_grid, metrics_for
+from finetuning import RECIPES, FineTuningArguments, begin, fine_tune, grid_of, load_model
+from training import OptimizationArguments, RunArguments, draws, parse
+
+from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
+
+
+SCRIPT = "examples/run_image_classification.py"
+GROUPS = [RunArguments, DataArguments, AugmentationArguments, OptimizationArguments, FineTuningArguments]
+TASK = "image-classification"
+
+
+def mixed_labels(batch: dict[str, torch.Tensor], num_labels: int) -> torch.Tensor:
+    """What mixed images show, (batch, num_labels), as logits: the KL divergence to them is the cross-entropy with soft labels."""
+    own, other = (torch.nn.functional.one_hot(batch[name], num_labels) for name in ("labels", "other_labels"))
+    share = batch["share"][:, None]
+    return (share * own + (1 - share) * other).clamp(min=1e-8).log()
+
+
+def run_stage(run, data, augmentation, optimization, tuning) -> None:
+    if data.streaming:
+        raise SystemExit("--streaming is not for fine-tuning, whose data is passed many times.")
+    begun = begin(run, data, optimization, augmentation, tuning)
+    if begun is None:
+        return
+    accelerator, arguments = begun
+    training_data, validation_data = load_splits(data)
+    names = label_names(training_data, data)
+    if names is None:
+        raise SystemExit(f"--dataset {data.dataset} does not name its classes: give --label_map.")
+    model = load_model(tuning, AdaPerceiverForImageClassification, names)
+    processor = image_processor_for(model.config, TASK)
+    augment = Augment(augmentation, model.config.image_size)
+    batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed)
+    draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)
+    mixes = augmentation.mixup_alpha or augmentation.cutmix_alpha
+    new_metric = metrics_for(TASK, len(names))
+
+    def loss_of(model, pixel_values, batch, step):
+        target = {"teacher_logits": mixed_labels(batch, len(names))} if mixes else {"labels": batch["labels"]}
+        return model(pixel_values, once_for_all=draw(batch, step), **target).loss
+
+    def measure(model):
+        validation = validation_batches(validation_data, processor, tuning.eval_batch_size, accelerator)
+        return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
+
+    fine_tune(
+        TASK, model, processor, batches, loss_of, measure, accelerator, run, data, optimization, arguments, SCRIPT
+    )
+
+
+def main(arguments: list[str]) -> None:
+    for stage in parse(GROUPS, arguments, RECIPES / "scenes_classification.yaml"):
+        run_stage(*stage)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
