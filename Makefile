@@ -5,8 +5,8 @@ BIN := .venv/bin
 
 .PHONY: demo test lint benchmark clean
 
-demo: .venv/installed
-	$(BIN)/python examples/demo.py
+demo: .venv/demo
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -18,10 +18,16 @@ lint: .venv/installed
 benchmark: .venv/installed
 	$(BIN)/python examples/benchmark.py
 
-.venv/installed: setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+# The demo needs less than the tests do.
+.venv/demo: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[plot]"
 	touch $@
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@ .venv/demo
 
 clean:
 	rm -rf .venv build dist *.egg-info

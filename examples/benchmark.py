@@ -246,6 +246,27 @@ def groups_suite(arguments: Arguments) -> list[Row]:
     return [Row("tokens_per_image", "batch 64", times["together"] / times["apart"], "<= 1.10", times)]
 
 
+def grid_suite(arguments: Arguments) -> list[Row]:
+    """Predictions at all token counts, widths and depths, against one pass at each width."""
+    model, pixel_values = build(arguments.smoke, half=True), torch.randn(8, 3, 224, 224)
+    config = model.config
+    runs = {
+        "grid": lambda: [model.logits_grid(pixel_values, width=width) for width in config.widths],
+        "passes": lambda: [model(pixel_values, width=width) for width in config.widths],
+    }
+    times = interleaved(runs, arguments.repeats, arguments.seconds, "grid")
+    points = len(config.token_granularities) * len(config.widths) * config.num_hidden_layers
+    return [
+        Row(
+            "grid",
+            f"batch 8, {points} points, against one pass a width",
+            times["grid"] / times["passes"],
+            "<= 1.15",
+            times,
+        )
+    ]
+
+
 def once_for_all_suite(arguments: Arguments) -> list[Row]:
     """A training step over all tokens, widths and depths, against one of the full model alone: forward and backward."""
     pixel_values, labels = torch.randn(6, 3, 224, 224), torch.randint(0, 1000, (6,))
@@ -299,6 +320,7 @@ SUITES = {
     "probes": probes_suite,
     "early_exit": exit_suite,
     "tokens_per_image": groups_suite,
+    "grid": grid_suite,
     "once_for_all": once_for_all_suite,
 }
 
