@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from data import (
     Augment,
     AugmentationArguments,
@@ -141,14 +141,10 @@ def check(data: DataArguments, augmentation: AugmentationArguments, args: Distil
 
 
 def run_stage(run, data, augmentation, optimization, distillation) -> None:
-    arguments = {
-        name: value
-        for group in (data, augmentation, optimization, distillation)
-        for name, value in vars(group).items()
-    }
-    accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
-    if not start(accelerator, run, arguments):
-        return accelerator.print(f"{run.output_dir} is complete.")
+    started = start(run, data, augmentation, optimization, distillation)
+    if started is None:
+        return
+    accelerator, arguments = started
     if distillation.teacher == "scenes":
         with accelerator.main_process_first():
             distillation.teacher = str(train_teacher(Path(run.output_dir).parent / "scenes-teacher"))

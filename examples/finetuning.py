@@ -132,18 +132,6 @@ def fine_tune(
     return metrics
 
 
-def begin(run: RunArguments, data: Any, optimization: OptimizationArguments, *others: Any) -> tuple | None:
-    """The accelerator and all arguments as one dictionary; None if the run is complete."""
-    if run.smoke:
-        shrink(run, data, optimization)
-    arguments = {name: value for group in (data, optimization, *others) for name, value in vars(group).items()}
-    accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
-    if not start(accelerator, run, arguments):
-        accelerator.print(f"{run.output_dir} is complete.")
-        return None
-    return accelerator, arguments
-
-
 def fine_tune_dense(
     kind: str,
     model_class: type,
@@ -160,10 +148,12 @@ def fine_tune_dense(
     Fine-tune a segmentation or a depth model, by `kind`. `loss_options(step)` are keyword arguments of the model's call,
     `metric_options` those of the metric.
     """
-    begun = begin(run, data, optimization, augmentation, tuning)
-    if begun is None:
+    if run.smoke:
+        shrink(run, data, optimization)
+    started = start(run, data, augmentation, optimization, tuning)
+    if started is None:
         return
-    accelerator, arguments = begun
+    accelerator, arguments = started
     training_data, validation_data = load_dense_splits(data, kind)
     names = mask_names(training_data) if kind == "segmentation" else None
     model = load_model(tuning, model_class, names)

@@ -20,8 +20,8 @@ from data import (
     validation_batches,
 )
 from evaluation import evaluate_grid, metrics_for
-from finetuning import RECIPES, FineTuningArguments, begin, fine_tune, grid_of, load_model
-from training import OptimizationArguments, RunArguments, draws, parse
+from finetuning import RECIPES, FineTuningArguments, fine_tune, grid_of, load_model
+from training import OptimizationArguments, RunArguments, draws, parse, shrink, start
 
 from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
 
@@ -41,10 +41,12 @@ def mixed_labels(batch: dict[str, torch.Tensor], num_labels: int) -> torch.Tenso
 def run_stage(run, data, augmentation, optimization, tuning) -> None:
     if data.streaming:
         raise SystemExit("--streaming is not for fine-tuning, whose data is passed many times.")
-    begun = begin(run, data, optimization, augmentation, tuning)
-    if begun is None:
+    if run.smoke:
+        shrink(run, data, optimization)
+    started = start(run, data, augmentation, optimization, tuning)
+    if started is None:
         return
-    accelerator, arguments = begun
+    accelerator, arguments = started
     training_data, validation_data = load_splits(data)
     names = label_names(training_data, data)
     if names is None:

@@ -119,8 +119,13 @@ def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArg
     run.log_steps, run.save_steps, run.eval_steps = 1, 2, 0
 
 
-def start(accelerator: Accelerator, run: RunArguments, arguments: dict[str, Any]) -> bool:
-    """Prepare `output_dir`, trackers and seeds; False if the run in `output_dir` is complete."""
+def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]] | None:
+    """
+    Prepare `output_dir`, trackers and seeds: the accelerator, and the arguments of all `groups` in one dictionary. None if
+    the run in `output_dir` is complete.
+    """
+    accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
+    arguments = {name: value for group in groups for name, value in vars(group).items()}
     folder, started = Path(run.output_dir), int(os.environ.get("WORLD_SIZE", 1))
     if started != accelerator.num_processes:  # each would train alone, all into one folder
         raise SystemExit(
@@ -128,7 +133,8 @@ def start(accelerator: Accelerator, run: RunArguments, arguments: dict[str, Any]
             "ACCELERATE_USE_CPU=true."
         )
     if (folder / "final").exists() and run.resume:
-        return False
+        accelerator.print(f"{run.output_dir} is complete.")
+        return None
     earlier = checkpoints(folder) or (folder / "final").exists()
     if earlier and not run.resume and not run.overwrite:
         raise SystemExit(
@@ -145,7 +151,7 @@ def start(accelerator: Accelerator, run: RunArguments, arguments: dict[str, Any]
     }
     accelerator.init_trackers("logs", config=simple)
     set_seed(run.seed)
-    return True
+    return accelerator, arguments
 
 
 def known_recipes() -> list[str]:
