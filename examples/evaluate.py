@@ -108,7 +108,11 @@ def load_data(
 def add_latency(
     model: torch.nn.Module, rows: list[dict[str, Any]], batch_size: int, image_size: tuple[int, int]
 ) -> None:
-    """Milliseconds an image. Every block costs the same, so two depths are measured and the others lie on a line."""
+    """
+    Milliseconds an image. Every block costs the same, so two depths are measured and the others lie on a line. Those of early
+    exit depend on the images: they get none.
+    """
+    rows = [row for row in rows if row["exit_threshold"] is None]
     pixel_values = torch.randn(batch_size, 3, *image_size, device=model.device, dtype=model.dtype)
     last = max(row["depth"] for row in rows)
     points = {(row["tokens"], row["width"], depth) for row in rows for depth in (1, last)}
@@ -121,8 +125,7 @@ def add_latency(
     times = interleaved(runs, repeats=5, name="milliseconds")
     for row in rows:
         first, whole = (times[row["tokens"], row["width"], depth] for depth in (1, last))
-        depth = row.get("mean_exit_depth", row["depth"])
-        row["ms"] = (first + (whole - first) * (depth - 1) / max(last - 1, 1)) / batch_size
+        row["ms"] = (first + (whole - first) * (row["depth"] - 1) / max(last - 1, 1)) / batch_size
 
 
 @torch.no_grad()
@@ -196,17 +199,15 @@ def draw(
         plt.close(figure)
         drawn.append(name)
 
-    costs = [cost for cost in ("gflops", "ms") if all(cost in row for row in rows)]
+    costs = [cost for cost in ("gflops", "ms") if all(cost in row for row in fixed)]
     figure, panels = plt.subplots(1, len(costs), figsize=(6 * len(costs), 4.5), squeeze=False)
     for cost, axes in zip(costs, panels[0]):
-        axes.scatter(
-            [row[cost] for row in fixed], [row[score] for row in fixed], s=10, color="#9fb6d6", label="all points"
-        )
-        if early:
-            axes.scatter(
-                [row[cost] for row in early], [row[score] for row in early], s=14, color="#c0504d", label="early exit"
-            )
-        front = pareto(rows, cost, score, higher)
+        measured = [row for row in rows if cost in row]
+        for part, color, label in ((fixed, "#9fb6d6", "all points"), (early, "#c0504d", "early exit")):
+            part = [row for row in part if cost in row]
+            if part:
+                axes.scatter([row[cost] for row in part], [row[score] for row in part], s=12, color=color, label=label)
+        front = pareto(measured, cost, score, higher)
         axes.plot([row[cost] for row in front], [row[score] for row in front], color="#1f3f77", label="Pareto front")
         for row in baselines:
             if cost in row:

@@ -186,7 +186,10 @@ def test_the_script_writes_tables_and_plots_and_teaches_the_checkpoint(checkpoin
     assert len(found["rows"]) == 4 * 3 * 2 + 4 * 3 + 1
     assert found["rows"][-1]["model"] == "vit"
     assert found["rows"][-1]["gflops"] > 0
-    assert all(row["ms"] > 0 for row in found["rows"])
+    assert all(
+        ("ms" in row) == (row.get("exit_threshold") is None) for row in found["rows"]
+    )  # it depends on the images
+    assert all(row["ms"] > 0 for row in found["rows"] if "ms" in row)
     written = list(csv.DictReader((tmp_path / "out" / "results.csv").open()))
     assert [float(row["top1"]) for row in written] == [row["top1"] for row in found["rows"]]
     for name in ("pareto.png", "tokens_width.png", "tokens_depth.png", "extrapolation.png"):
