@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
-from adaperceiver import AccuracyTable
+from adaperceiver import AccuracyTable, AdaptiveConfig
 from adaperceiver.cost_adaperceiver import milliseconds
 
 
@@ -281,6 +281,8 @@ def main(arguments: Sequence[str]) -> None:
     if args.baselines and task != "image-classification":
         raise SystemExit(f"--baselines are image classifiers, --model {args.model} is for {task}.")
     model = getattr(transformers, TASKS[task].auto_class).from_pretrained(args.model).eval().to(accelerator.device)
+    # What the checkpoint would do by default, early exit say, has no part in the grid.
+    model.adaptive_config = AdaptiveConfig(attention=model.adaptive_config.attention)
     for name, values in (("tokens", args.tokens), ("width", args.widths), ("depth", args.depths)):
         for value in values or ():
             model.operating_point(**{name: value})  # an error says what is allowed

@@ -23,6 +23,7 @@ from adaperceiver import (
     AdaPerceiverForImageClassification,
     AdaPerceiverForSemanticSegmentation,
     AdaPerceiverModel,
+    AdaptiveConfig,
 )
 
 
@@ -215,6 +216,13 @@ def test_dense_checkpoints_are_evaluated_on_their_own_task(model_class, score, c
     assert all(row[score] >= 0 for row in found["rows"])
     table = json.loads(Path(folder, "accuracy_table.json").read_text())
     assert table["higher_is_better"] is (score == "mean_iou")
+
+
+def test_the_checkpoints_own_defaults_have_no_part_in_the_grid(checkpoint, tmp_path):
+    folder = checkpoint()
+    plain = run(folder, tmp_path, "--depths", "1", "2")["rows"]
+    AdaptiveConfig(exit_threshold=0.1, tokens=2).save_pretrained(folder)
+    assert run(folder, tmp_path, "--depths", "1", "2")["rows"] == plain
 
 
 def test_the_front_has_what_no_cheaper_point_equals():
