@@ -90,7 +90,7 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
         changes["feature_size"] = teacher.feature_size()
     if args.init_from is not None:
         # The feature adapter is new when a classifier goes on to features; the sizes of everything else must agree.
-        student = model_class.from_pretrained(args.init_from, **changes)
+        student = model_class.from_pretrained(args.init_from, **{**student_fields(args), **changes})
         teacher.check_labels(list(student.config.id2label.values()), f"--init_from {args.init_from}")
         return student
     labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}

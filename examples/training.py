@@ -377,7 +377,8 @@ def train(
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
         accelerator.print(f"{skipped} images could not be read and were left out.")
-    accelerator.end_training()
+    for tracker in accelerator.trackers:  # `end_training` would part the processes as well, before the next stage
+        tracker.finish()
     return progress.metrics
 
 

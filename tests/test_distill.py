@@ -246,6 +246,24 @@ def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(argument
         assert_equal(started.data, ended.data)
 
 
+def test_two_processes_go_from_stage_to_stage(arguments, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("stages:\n  - adaptive_axes: [tokens]\n  - adaptive_axes: [tokens, depth]\n")
+    subprocess.run(
+        command([str(recipe), *arguments(steps=2)[1:]], 2), env=ENVIRONMENT, check=True, capture_output=True
+    )
+    assert sorted(losses(tmp_path / "run" / "stage2")) == [1, 2]
+    assert (tmp_path / "run" / "stage2" / "final" / "model.safetensors").exists()
+
+
+def test_a_stage_may_change_what_is_not_a_weight_but_not_the_sizes(arguments, whole_run, tmp_path):
+    changes = {"init_from": whole_run / "final", "steps": 1, "eval_steps": 0}
+    distill.main(arguments(**changes, student={**STUDENT, "widths": [4, 16]}))
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "final").config.widths == [4, 16]
+    with pytest.raises(RuntimeError, match=r"size mismatch|mismatched"):
+        distill.main(arguments(**changes, output_dir=tmp_path / "other", student={**STUDENT, "hidden_size": 32}))
+
+
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_features_are_distilled_from_transformers_and_convolutional_teachers(kind, arguments, tmp_path):
     teacher = save_teacher(tmp_path / "teacher", kind=kind)
