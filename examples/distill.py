@@ -229,6 +229,7 @@ def main(arguments: list[str]) -> None:
         before = os.path.join(run.output_dir, "final")  # the EMA weights
     if PartialState().is_main_process:
         print(f"The model is in {before}. Run it with\n{USAGE.format(folder=before)}")
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

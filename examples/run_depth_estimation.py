@@ -10,6 +10,7 @@ The recipe's values can be overridden on the command line; `--help` lists them a
 import sys
 from dataclasses import dataclass, field
 
+from accelerate import PartialState
 from dense_data import DenseAugmentation, DenseDataArguments
 from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
 from training import OptimizationArguments, RunArguments, parse
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> None:
         fine_tune_dense(
             "depth", AdaPerceiverForDepthEstimation, SCRIPT, *stage, loss_options=loss_options, crop=tuning.crop
         )
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ The recipe's values can be overridden on the command line; `--help` lists them a
 import sys
 
 import torch
+from accelerate import PartialState
 from data import (
     Augment,
     AugmentationArguments,
@@ -75,6 +76,7 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
 def main(arguments: list[str]) -> None:
     for stage in parse(GROUPS, arguments, RECIPES / "scenes_classification.yaml"):
         run_stage(*stage)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The recipe's values can be overridden on the command line; `--help` lists them a
 
 import sys
 
+from accelerate import PartialState
 from dense_data import DenseAugmentation, DenseDataArguments
 from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
 from training import OptimizationArguments, RunArguments, parse
@@ -23,6 +24,7 @@ GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArgum
 def main(arguments: list[str]) -> None:
     for stage in parse(GROUPS, arguments, RECIPES / "scenes_segmentation.yaml"):
         fine_tune_dense("segmentation", AdaPerceiverForSemanticSegmentation, SCRIPT, *stage)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
