@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,6 +263,33 @@ class Metrics:
         self.accelerator.log({name: value for name, value in values.items() if isinstance(value, (int, float))}, step)
 
 
+def draw_curves(folders: Sequence[Path], path: Path) -> None:
+    """The losses of runs that followed each other, and the first score of their evaluations, as a figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, losses = plt.subplots(figsize=(8, 4.5))
+    scores, before, evaluated = losses.twinx(), 0, []
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps, values = zip(*((before + line["step"], line["loss"]) for line in lines if "loss" in line))
+        losses.plot(steps, values, lw=0.8, label=folder.name)
+        evaluated += [(before + line["step"], *list(line.items())[1]) for line in lines if "loss" not in line]
+        before = steps[-1]
+        losses.axvline(before, color="grey", lw=0.5)
+    if evaluated:
+        scores.plot([step for step, _, _ in evaluated], [value for _, _, value in evaluated], "ko-", ms=4, lw=0.5)
+        scores.set_ylabel(f"{evaluated[-1][1]} (dots)")
+    losses.set_xlabel("step")
+    losses.set_ylabel("loss")
+    losses.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict[str, Any]) -> str:
     """What the weights are, how they came to be, and what they score."""
     lines = [
@@ -377,6 +405,8 @@ def train(
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
         accelerator.print(f"{skipped} images could not be read and were left out.")
+    if accelerator.is_main_process and find_spec("matplotlib"):
+        draw_curves([folder], folder / "curves.png")
     for tracker in accelerator.trackers:  # `end_training` would part the processes as well, before the next stage
         tracker.finish()
     return progress.metrics

@@ -155,6 +155,7 @@ def test_a_run_leaves_ordinary_checkpoints_metrics_and_a_card(whole_run):
         assert [model.config.id2label[i] for i in range(3)] == NAMES
         assert "steps: 6" in (whole_run / name / "README.md").read_text()
         assert AutoImageProcessor.from_pretrained(whole_run / name).crop_size["height"] == 16
+    assert (whole_run / "curves.png").read_bytes().startswith(b"\x89PNG")
     classify = pipeline("image-classification", str(whole_run / "final"), trust_remote_code=True)
     assert {answer["label"] for answer in classify(picture(1), tokens=2)} == set(NAMES)
     last = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()][-1]
