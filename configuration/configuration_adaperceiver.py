@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from transformers.utils.hub import cached_file
 ADAPTIVE_CONFIG_NAME = "adaptive_config.json"
 AXES = ("tokens", "width", "depth")
 ATTENTION_TYPES = ("block", "bidirectional")
+POLICIES = ("fixed", "router")  # that can be chosen by name
 PER_IMAGE_FIELDS = ("tokens", "width", "depth", "exit_threshold")  # what a call may choose image by image
 
 
@@ -63,6 +65,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             unless the call names an operating point. By default it trains the full model alone.
         distillation_temperature (`float`, defaults to 1.0):
             Temperature of the logit distillation loss.
+        router_ratio (`float`, *optional*):
+            Hidden units of the router's MLPs per patch and per channel. By default there is no router, the network that
+            chooses the number of tokens for each image with `policy="router"`.
         output_tokens (`"class"`, `"dense"` or `"both"`, defaults to `"class"`):
             The output tokens that `AdaPerceiverModel` writes: one learned token, one per input token, or both. The
             models with a head know what they need; saving them records it here.
@@ -115,6 +120,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     attention_type: Literal["block", "bidirectional"] = "block"
     adaptive_axes: list[str] | tuple[str, ...] | None = None
     distillation_temperature: float | int = 1.0
+    router_ratio: float | int | None = None
     output_tokens: Literal["class", "dense", "both"] = "class"
     feature_size: int = 1280
     head_dropout_prob: float | int = 0.0
@@ -194,6 +200,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         for name in ("initializer_range", "token_init_std", "layerscale_value"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
+        if self.router_ratio is not None and not (self.router_ratio > 0 and min(self.router_units) >= 1):
+            raise ValueError(f"`router_ratio` must leave at least one hidden unit, got {self.router_ratio}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be one of {', '.join(sorted(ACT2FN))}, got {self.hidden_act!r}.")
         if not self.min_depth < self.max_depth:
@@ -221,6 +229,11 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def router_units(self) -> tuple[int, int]:
+        """Hidden units of the router's MLPs over patches and over channels."""
+        return int(self.grid_size**2 * self.router_ratio), int(self.hidden_size * self.router_ratio)
+
     def ffn_hidden_size(self, width: int) -> int:
         """Hidden units of an FFN at `width`: truncated, not rounded."""
         return int(width * self.ffn_ratio)
@@ -234,6 +247,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             "max_width": point.width,
             "widths": [width for width in self.widths if width < point.width] + [point.width],
             "num_hidden_layers": point.depth,
+            "router_ratio": None,  # nothing is left to choose
             "out_features": None,
             "out_indices": None,
         }
@@ -257,6 +271,7 @@ class OperatingPoint(NamedTuple):
     exit_threshold: float | tuple[float, ...] | None = None
     exit_after: int = 1
     exit_every: int = 1
+    policy: tuple[str | Callable, ...] = ()  # what may still change it, image by image
 
     def probe_depths(self) -> range:
         """The depths, below the last, at which an image may leave."""
@@ -264,7 +279,7 @@ class OperatingPoint(NamedTuple):
 
     def per_image(self) -> dict[str, tuple]:
         """The values that differ from image to image."""
-        return {name: value for name, value in self._asdict().items() if isinstance(value, tuple)}
+        return {name: getattr(self, name) for name in PER_IMAGE_FIELDS if isinstance(getattr(self, name), tuple)}
 
     def of_image(self, index: int) -> "OperatingPoint":
         return self._replace(**{name: values[index] for name, values in self.per_image().items()})
@@ -292,6 +307,9 @@ class AdaptiveConfig(PushToHubMixin):
             Early exit: an image leaves as soon as its largest class probability reaches this, 0 to 1. `depth` bounds it.
         exit_after, exit_every (`int`, *optional*, default to 1):
             Where images may leave: after block `exit_after`, and after every `exit_every`-th block from there.
+        policy (`str`, *optional*):
+            `"router"`: the model's router chooses the tokens of each image, up to `tokens`. `"fixed"` takes them as they
+            are, as without a policy. A call may give a function as well, or a list; see `policy_adaperceiver.py`.
         max_gflops (`float`, *optional*):
             Budget per image. Picks those of tokens, width and depth that are not given; see `model.operating_point`.
         max_latency_ms (`float`, *optional*):
@@ -307,6 +325,7 @@ class AdaptiveConfig(PushToHubMixin):
     exit_threshold: float | None = None
     exit_after: int | None = None
     exit_every: int | None = None
+    policy: str | None = None
     max_gflops: float | None = None
     max_latency_ms: float | None = None
 
@@ -336,6 +355,10 @@ class AdaptiveConfig(PushToHubMixin):
                     _check_field(name, value, config, label=f"{name}[{index}]") for index, value in enumerate(values)
                 )
                 kwargs[name] = None
+        policies = kwargs.pop("policy", None)
+        policies = self.policy if policies is None else policies
+        policies = tuple(policies) if isinstance(policies, (list, tuple)) else (policies or "fixed",)
+        policies = tuple(one if callable(one) else _check_field("policy", one, config) for one in policies)
         chosen = self.update(**kwargs)
         chosen.validate(config)
         defaults = {
@@ -345,6 +368,7 @@ class AdaptiveConfig(PushToHubMixin):
             "attention": config.attention_type,
         }
         point = {**defaults, **chosen.to_dict(), **per_image}
+        point["policy"] = tuple(one for one in policies if one != "fixed")
         return OperatingPoint(**{name: value for name, value in point.items() if name in OperatingPoint._fields})
 
     def to_dict(self) -> dict[str, Any]:
@@ -414,6 +438,14 @@ def _check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None
     if name == "attention":
         if value not in ATTENTION_TYPES:
             raise ValueError(f"`{label}` must be one of {ATTENTION_TYPES}, got {value!r}.")
+        return value
+    if name == "policy":
+        if value not in POLICIES:
+            raise ValueError(f"`{label}` must be one of {POLICIES}, or a function in a call, got {value!r}.")
+        if value == "router" and config is not None and config.router_ratio is None:
+            raise ValueError(
+                f"`{label}` must not be 'router' for a model without one (`config.router_ratio` is None)."
+            )
         return value
     if name in ("exit_threshold", "max_gflops", "max_latency_ms"):
         low, high = (0, 1) if name == "exit_threshold" else (0, None)

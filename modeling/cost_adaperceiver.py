@@ -26,6 +26,7 @@ from .configuration_adaperceiver import (
     read_json,
     write_json,
 )
+from .policy_adaperceiver import router_flops
 
 
 ACCURACY_TABLE_NAME = "accuracy_table.json"
@@ -60,6 +61,8 @@ def encoder_flops(
         "attention": point.depth * images * (4 * tokens * projections + 4 * seen * d),
         "ffn": point.depth * ffn_flops(config, images * tokens, units, d, gated=config.use_swiglu_ffn),
     }
+    if "router" in point.policy:
+        components["router"] = images * router_flops(config)
     if output_tokens in ("class", "both"):
         fold = projections + tokens * projections + 2 * tokens * d * config.qkv_bias  # for all images together
         components["class_readout"] = fold + images * class_readout_flops(config, tokens)
@@ -197,12 +200,15 @@ def measure_latency(
         batch_size, config.num_channels, *image_size, device=parameter.device, dtype=parameter.dtype
     )
     grid = [(t, w, d) for t in config.token_granularities for w in config.widths for d in sorted(set(depths))]
-    # A model that exits early by default is timed as if nobody left, probes included: a budget must hold for any image.
+    # A model that exits early or routes by default is timed as if nobody left or got fewer tokens: a budget must hold for any
+    # image.
     exit_threshold = None if model.adaptive_config.exit_threshold is None else 1.0
+    router = model.base_model.router if model.adaptive_config.policy == "router" else None
+    policy = "fixed" if router is None else lambda input_tokens, point: (router(input_tokens, point), point)[1]
     points = []
     for tokens, width, depth in tqdm(grid, desc="profile", unit="point", disable=not progress):
         point = {"tokens": tokens, "width": width, "depth": depth}
-        run = partial(model, pixel_values, **point, exit_threshold=exit_threshold)
+        run = partial(model, pixel_values, **point, exit_threshold=exit_threshold, policy=policy)
         points.append({**point, "ms": milliseconds(run, repeats)})
     return LatencyProfile(
         machine=platform.processor() or platform.machine(),
@@ -268,7 +274,8 @@ class CostMixin:
             budgets = {name: getattr(chosen, name) if value is None else value for name, value in budgets.items()}
         budgets = {name: value for name, value in budgets.items() if value is not None}
         if budgets:
-            kwargs |= self._best_within(budgets, chosen.update(**kwargs), image_size, batch_size)
+            by_name = {name: value for name, value in kwargs.items() if name != "policy" or isinstance(value, str)}
+            kwargs |= self._best_within(budgets, chosen.update(**by_name), image_size, batch_size)
         return chosen.operating_point(self.config, **kwargs)
 
     def _best_within(
@@ -336,7 +343,7 @@ class CostMixin:
     def flops(self, image_size: tuple[int, int] | None = None, batch_size: int = 1, **kwargs) -> dict[str, int]:
         """
         FLOPs of a call (2 per multiply-add), by component and in `total`; nothing runs. With `exit_threshold`, those of
-        images that never leave early, probes included.
+        images that never leave early, probes included; with a router, of images that get all of `tokens`.
         """
         point = self.operating_point(image_size, batch_size, **kwargs)
         if point.per_image():

@@ -47,6 +47,7 @@ from .loss_adaperceiver import (
     logit_distillation_loss,
     segmentation_loss,
 )
+from .policy_adaperceiver import AdaPerceiverRouter, Policy
 from .training_adaperceiver import OnceForAll
 
 
@@ -60,6 +61,7 @@ class AdaptiveKwargs(TransformersKwargs, total=False):
     exit_threshold: float | Sequence[float] | torch.Tensor | None
     exit_after: int | None
     exit_every: int | None
+    policy: str | Policy | Sequence[str | Policy] | None
     max_gflops: float | None
     max_latency_ms: float | None
     adaptive_config: AdaptiveConfig | None
@@ -93,11 +95,14 @@ class AdaPerceiverModelOutput(BaseModelOutputWithPooling):
         The patch tokens, in row-major order, that the latents read from.
     exit_depth (`torch.LongTensor` of shape `(batch,)`, *optional*):
         The number of blocks that each image ran through, with early exit.
+    tokens (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of latents that each image ran with, if a policy chose it.
     """
 
     output_tokens: torch.FloatTensor | None = None
     input_tokens: torch.FloatTensor | None = None
     exit_depth: torch.LongTensor | None = None
+    tokens: torch.LongTensor | None = None
 
 
 @dataclass
@@ -105,9 +110,12 @@ class AdaPerceiverClassifierOutput(ImageClassifierOutput):
     r"""
     exit_depth (`torch.LongTensor` of shape `(batch,)`, *optional*):
         The number of blocks that each image ran through, with early exit.
+    tokens (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of latents that each image ran with, if a policy chose it.
     """
 
     exit_depth: torch.LongTensor | None = None
+    tokens: torch.LongTensor | None = None
 
 
 @dataclass
@@ -118,6 +126,26 @@ class AdaPerceiverDistillationOutput(AdaPerceiverClassifierOutput):
     """
 
     features: torch.FloatTensor | None = None
+
+
+@dataclass
+class AdaPerceiverSegmenterOutput(SemanticSegmenterOutput):
+    r"""
+    tokens (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of latents that each image ran with, if a policy chose it.
+    """
+
+    tokens: torch.LongTensor | None = None
+
+
+@dataclass
+class AdaPerceiverDepthOutput(DepthEstimatorOutput):
+    r"""
+    tokens (`torch.LongTensor` of shape `(batch,)`, *optional*):
+        The number of latents that each image ran with, if a policy chose it.
+    """
+
+    tokens: torch.LongTensor | None = None
 
 
 class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
@@ -134,6 +162,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
         "AdaPerceiverBlock",
         "AdaPerceiverClassReadout",
         "AdaPerceiverDenseReadout",
+        "AdaPerceiverRouter",
     ]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -215,8 +244,10 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
             if name in kwargs:
                 raise TypeError(f"`{name}` is not an argument here.")
         point, kwargs = self.settle(pixel_values, {**kwargs, **(given or {})})
-        if point.per_image() or point.exit_threshold is not None:
-            raise ValueError("All images run at one operating point here: no values per image, no `exit_threshold`.")
+        if point.per_image() or point.exit_threshold is not None or point.policy:
+            raise ValueError(
+                "All images run at one operating point here: no values per image, no `exit_threshold`, no `policy`."
+            )
         return point, kwargs
 
     def _shared_point(
@@ -271,6 +302,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         self._accuracy_table = None
         self._latency_profile = None
         self.embeddings = AdaPerceiverEmbeddings(config)
+        self.router = None if config.router_ratio is None else AdaPerceiverRouter(config)
         self.read = AdaPerceiverRead(config)
         self.layers = nn.ModuleList([AdaPerceiverBlock(config, index) for index in range(config.num_hidden_layers)])
         self.class_readout = AdaPerceiverClassReadout(config) if self.output_tokens in ("class", "both") else None
@@ -299,6 +331,9 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         """
         point, kwargs = self.settle(pixel_values, kwargs, operating_point)
         input_tokens = self.embeddings(pixel_values, interpolate_pos_encoding)  # (batch, patches, hidden_size)
+        chosen = bool(point.policy)
+        for policy in point.policy:
+            point = (self.router if policy == "router" else policy)(input_tokens, point)
         self._check_point(point, input_tokens.shape[0], confidence)
         captured = [name for name in ("output_hidden_states", "output_attentions") if self._asks_for(name, kwargs)]
         # Widths that differ are masked where the batch must stay whole; otherwise every group of images that agree in
@@ -311,7 +346,10 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
                 f"{', '.join(f'`{name}`' for name in apart) or '`exit_threshold`'}, or ask for one image at a time."
             )
         run = self._run_apart if apart else self._run
-        return run(input_tokens, point, confidence, kwargs)
+        outputs = run(input_tokens, point, confidence, kwargs)
+        if chosen:
+            outputs.tokens = torch.tensor(point.tokens, device=input_tokens.device).expand(input_tokens.shape[0])
+        return outputs
 
     def _asks_for(self, name: str, kwargs: dict) -> bool:
         value = kwargs.get(name)
@@ -508,6 +546,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             exit_depth=outputs.exit_depth,
+            tokens=outputs.tokens,
         )
 
     def logit_loss(
@@ -701,6 +740,7 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             exit_depth=outputs.exit_depth,
+            tokens=outputs.tokens,
         )
 
     def _forward_once_for_all(
@@ -856,7 +896,7 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         labels: torch.Tensor | None = None,
         once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
-    ) -> SemanticSegmenterOutput:
+    ) -> AdaPerceiverSegmenterOutput:
         r"""
         Logits come at the size of the images, `(batch, num_labels, height, width)`. Once-for-all training, by
         `config.adaptive_axes`, gives a loss alone.
@@ -870,7 +910,9 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
         if step is not None:
-            return SemanticSegmenterOutput(loss=self.joint_loss(pixel_values, labels, step, self.coarse_loss, kwargs))
+            return AdaPerceiverSegmenterOutput(
+                loss=self.joint_loss(pixel_values, labels, step, self.coarse_loss, kwargs)
+            )
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         coarse = self.coarse_maps(outputs.output_tokens, pixel_values)
@@ -878,8 +920,12 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         loss = None
         if labels is not None:
             loss = self.coarse_loss(logits if labels.shape[-2:] == logits.shape[-2:] else coarse, labels)
-        return SemanticSegmenterOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        return AdaPerceiverSegmenterOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            tokens=outputs.tokens,
         )
 
     def coarse_loss(self, coarse: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -926,7 +972,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         loss_warm_up: bool = False,
         once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
-    ) -> DepthEstimatorOutput:
+    ) -> AdaPerceiverDepthOutput:
         r"""
         `predicted_depth` comes at the size of the images, `(batch, height, width)`, in metres. Once-for-all training, by
         `config.adaptive_axes`, gives a loss alone.
@@ -941,7 +987,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, labels)
         if step is not None:
             loss_of = partial(self.coarse_loss, warm_up=loss_warm_up)
-            return DepthEstimatorOutput(loss=self.joint_loss(pixel_values, labels, step, loss_of, kwargs))
+            return AdaPerceiverDepthOutput(loss=self.joint_loss(pixel_values, labels, step, loss_of, kwargs))
         point, kwargs = self.settle(pixel_values, kwargs)
         outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
         coarse = self.coarse_maps(outputs.output_tokens, pixel_values)
@@ -950,11 +996,12 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         if labels is not None:
             same_size = labels.shape[-2:] == predicted_depth.shape[-2:]
             loss = self.coarse_loss(predicted_depth[:, None] if same_size else coarse, labels, loss_warm_up)
-        return DepthEstimatorOutput(
+        return AdaPerceiverDepthOutput(
             loss=loss,
             predicted_depth=predicted_depth,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            tokens=outputs.tokens,
         )
 
     def finish(self, coarse: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -992,7 +1039,7 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
         point, kwargs = self.settle(pixel_values, {**kwargs, "depth": depth})
         stages = [self.stage_names.index(name) for name in self.out_features]
         last = max(stages)
-        if point.per_image() or point.depth < last:
+        if point.per_image() or point.policy or point.depth < last:
             raise ValueError(
                 f"The feature maps of {self.out_features} need one `depth` of at least {last}, and one value of tokens and "
                 f"width for all images, got {point}."

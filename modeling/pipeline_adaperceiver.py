@@ -124,6 +124,8 @@ class AdaPerceiverPipelineMixin:
         model_outputs = super()._forward({**model_inputs, **point._asdict()})
         images, _, *image_size = pixel_values.shape
         exit_depths = [None] * images if "exit_depth" not in model_outputs else model_outputs["exit_depth"].tolist()
+        if "tokens" in model_outputs:  # a policy has chosen
+            point = point._replace(tokens=tuple(model_outputs["tokens"].tolist()))
         model_outputs["report"] = [
             self._report(point.of_image(index), exit_depth, tuple(image_size))
             for index, exit_depth in enumerate(exit_depths)

@@ -1,0 +1,187 @@
+"""Policies: fixed, the router, functions and compositions, each image at its own operating point."""
+
+import json
+
+import pytest
+import torch
+from conftest import assert_equal, counted_flops, images
+from PIL import Image
+from transformers import pipeline
+
+from adaperceiver import (
+    AdaPerceiverBackbone,
+    AdaPerceiverConfig,
+    AdaPerceiverForDepthEstimation,
+    AdaPerceiverForImageClassification,
+    AdaPerceiverForSemanticSegmentation,
+    AdaPerceiverImageClassificationPipeline,
+    AdaPerceiverModel,
+    AdaptiveConfig,
+)
+
+
+@pytest.fixture
+def model(tiny_model):
+    """A classifier whose router tells the images of `images(8)` apart."""
+    model = tiny_model(AdaPerceiverForImageClassification, router_ratio=0.5)
+    torch.nn.init.normal_(model.adaperceiver.router.head.weight, std=5)
+    return model
+
+
+@torch.no_grad()
+def chosen(model, pixel_values):
+    """What the router says of each image, by hand."""
+    logits = model.adaperceiver.router.logits(model.adaperceiver.embeddings(pixel_values))
+    return [model.config.token_granularities[index] for index in logits.argmax(dim=1)]
+
+
+@torch.no_grad()
+def test_the_router_runs_each_image_with_the_tokens_it_chose(model):
+    pixel_values = images(8)
+    tokens = chosen(model, pixel_values)
+    assert len(set(tokens)) > 1
+    outputs = model(pixel_values, policy="router")
+    assert outputs.tokens.tolist() == tokens
+    assert_equal(outputs.logits, model(pixel_values, tokens=tokens).logits)
+    one_by_one = torch.cat([model(image[None], policy="router").logits for image in pixel_values])
+    torch.testing.assert_close(outputs.logits, one_by_one, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_tokens_bound_the_router(model):
+    pixel_values = images(8)
+    granularities, logits = (
+        torch.tensor(model.config.token_granularities),
+        model.adaperceiver.router.logits(model.adaperceiver.embeddings(pixel_values)),
+    )
+    bounded = granularities[logits[:, granularities <= 6].argmax(dim=1)]
+    assert_equal(model(pixel_values, policy="router", tokens=6).tokens, bounded)
+    assert model(pixel_values, policy="router", tokens=1).tokens.tolist() == [1] * 8  # below the smallest granularity
+    bounds = [16, 6] * 4
+    both = model(pixel_values, policy="router", tokens=bounds).tokens
+    assert all(count <= bound for count, bound in zip(both.tolist(), bounds))
+
+
+@torch.no_grad()
+def test_the_router_goes_with_early_exit(model):
+    pixel_values = images(8)
+    routed = model(pixel_values, policy="router", exit_threshold=0.5)
+    by_hand = model(pixel_values, tokens=chosen(model, pixel_values), exit_threshold=0.5)
+    assert_equal(routed.logits, by_hand.logits)
+    assert_equal(routed.exit_depth, by_hand.exit_depth)
+
+
+@torch.no_grad()
+def test_a_policy_may_be_any_function_and_several_follow_each_other(model):
+    pixel_values = images(4)
+
+    def bright_images_get_more(input_tokens, point):
+        assert input_tokens.shape == (4, 16, 32)
+        return point._replace(width=(16, 32, 16, 32))
+
+    outputs = model(pixel_values, policy=["router", bright_images_get_more], depth=1)
+    expected = model(pixel_values, tokens=chosen(model, pixel_values), width=[16, 32, 16, 32], depth=1)
+    assert_equal(outputs.logits, expected.logits)
+    assert_equal(model(pixel_values, policy=lambda input_tokens, point: point).logits, model(pixel_values).logits)
+
+
+@torch.no_grad()
+def test_fixed_wins_over_a_saved_router(model):
+    pixel_values = images(4)
+    model.adaptive_config = AdaptiveConfig(policy="router", tokens=8)
+    assert model(pixel_values).tokens.max() <= 8
+    fixed = model(pixel_values, policy="fixed")
+    assert fixed.tokens is None
+    assert_equal(fixed.logits, model(pixel_values, policy=lambda input_tokens, point: point).logits)
+
+
+def test_a_router_is_saved_and_loaded_with_its_checkpoint(model, tmp_path):
+    pixel_values = images(4)
+    model.adaptive_config = AdaptiveConfig(policy="router")
+    model.save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "adaptive_config.json").read_text()) == {"policy": "router"}
+    loaded = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        assert_equal(loaded(pixel_values).tokens, model(pixel_values).tokens)
+    # A checkpoint without one takes one in: its weights are new, those of all else are the checkpoint's.
+    model.adaptive_config = AdaptiveConfig()
+    model.config.router_ratio, model.adaperceiver.router = None, None
+    model.save_pretrained(tmp_path / "plain")
+    with_router, info = AdaPerceiverForImageClassification.from_pretrained(
+        tmp_path / "plain", router_ratio=0.25, output_loading_info=True
+    )
+    assert info["missing_keys"]
+    assert all(name.startswith("adaperceiver.router.") for name in info["missing_keys"])
+    assert all(parameter.isfinite().all() for parameter in with_router.parameters())
+
+
+def test_pipelines_report_what_the_router_chose(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    options = {"model": str(tmp_path / "model"), "trust_remote_code": True, "policy": "router"}
+    classify = pipeline("image-classification", **options)
+    assert type(classify).__name__ == AdaPerceiverImageClassificationPipeline.__name__
+    pictures = [Image.effect_noise((32, 32), 100 + 40 * index).convert("RGB") for index in range(6)]
+    found = classify(pictures, report=True, batch_size=3)
+    pixel_values = classify.image_processor(pictures, return_tensors="pt").pixel_values
+    tokens = chosen(classify.model, pixel_values)
+    assert [one["report"]["tokens"] for one in found] == tokens
+    plain = model.flops(tokens=tokens[0])
+    router = model.flops(tokens=tokens[0], policy="router")["router"]
+    assert found[0]["report"]["gflops"] == (plain["total"] + router) / 1e9
+
+
+@pytest.mark.parametrize("model_class", [AdaPerceiverForSemanticSegmentation, AdaPerceiverForDepthEstimation])
+@torch.no_grad()
+def test_dense_models_route_as_well(model_class, tiny_model):
+    model, pixel_values = tiny_model(model_class, router_ratio=0.5), images(4)
+    torch.nn.init.normal_(model.adaperceiver.router.head.weight, std=5)
+    outputs = model(pixel_values, policy="router")
+    tokens = chosen(model, pixel_values)
+    assert outputs.tokens.tolist() == tokens
+    assert_equal(outputs[0], model(pixel_values, tokens=tokens)[0])
+
+
+def test_the_router_is_in_the_count(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, router_ratio=0.5, attn_implementation="eager")
+    extra = model.flops(policy="router")["total"] - model.flops()["total"]
+    keep = lambda input_tokens, point: (model.adaperceiver.router(input_tokens, point), point)[1]  # noqa: E731
+    pixel_values = images(1)
+    counted = counted_flops(model, pixel_values, policy=keep) - counted_flops(model, pixel_values)
+    assert extra == counted > 0
+
+
+@torch.no_grad()
+def test_other_image_sizes_route_too(model):
+    assert model(images(2, 48, 24), policy="router").tokens.shape == (2,)
+
+
+def test_a_sub_network_has_no_router(model):
+    small = model.extract(tokens=8)
+    assert small.config.router_ratio is None
+    pixel_values = images(2)
+    with torch.no_grad():
+        torch.testing.assert_close(small(pixel_values).logits, model(pixel_values, tokens=8).logits, rtol=0, atol=1e-5)
+
+
+def test_what_a_policy_cannot_be_is_named(model, tiny_model):
+    with pytest.raises(ValueError, match=r"`policy` must be one of \('fixed', 'router'\)"):
+        model(images(), policy="oracle")
+    with pytest.raises(ValueError, match=r"must be one of .*got 3"):
+        model(images(), policy=["router", 3])
+    with pytest.raises(ValueError, match="`policy` must be one of"):
+        AdaptiveConfig(policy="best")
+    without = tiny_model(AdaPerceiverForImageClassification)
+    with pytest.raises(ValueError, match="model without one"):
+        without(images(), policy="router")
+    with pytest.raises(ValueError, match="model without one"):
+        without.adaptive_config = AdaptiveConfig(policy="router")
+    with pytest.raises(ValueError, match=r"`router_ratio` must leave at least one hidden unit, got 0\.001"):
+        AdaPerceiverConfig(router_ratio=0.001, image_size=28)
+    with pytest.raises(ValueError, match="no `policy`"):
+        model.logits_grid(images(), policy="router")
+    with pytest.raises(ValueError, match="for all images"):
+        tiny_model(AdaPerceiverBackbone, router_ratio=0.5)(images(), policy="router")
+    with pytest.raises(ValueError, match="`output_attentions` needs all images"):
+        tiny_model(AdaPerceiverModel, router_ratio=0.5, attn_implementation="eager")(
+            images(), policy="router", output_attentions=True
+        )
