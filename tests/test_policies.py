@@ -1,10 +1,14 @@
 """Policies: fixed, the router, functions and compositions, each image at its own operating point."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_equal, counted_flops, images
+from accelerate import Accelerator
+from conftest import TINY, assert_equal, counted_flops, images
+from datasets import Image as DatasetImage
 from PIL import Image
 from transformers import pipeline
 
@@ -18,6 +22,15 @@ from adaperceiver import (
     AdaPerceiverModel,
     AdaptiveConfig,
 )
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+pytest.importorskip("kornia", reason="the training scripts need kornia")
+import data
+import train_policy
+import training
+from scenes import scenes
 
 
 @pytest.fixture
@@ -185,3 +198,121 @@ def test_what_a_policy_cannot_be_is_named(model, tiny_model):
         tiny_model(AdaPerceiverModel, router_ratio=0.5, attn_implementation="eager")(
             images(), policy="router", output_attentions=True
         )
+
+
+# --- training: examples/train_policy.py
+
+
+def test_reinforce_follows_the_gradient_of_the_expected_reward():
+    torch.manual_seed(0)
+    logits, rewards = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+    (exact,) = torch.autograd.grad(train_policy.expected_loss(logits, rewards), logits)
+    generator, draws = torch.Generator().manual_seed(0), 40_000
+    many = logits.repeat(draws, 1), rewards.repeat(draws, 1)  # the mean over many draws of the same three images
+    loss = train_policy.reinforce_loss(*many, lambda reward: torch.tensor(0.3), generator)
+    (sampled,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(sampled, exact, rtol=0, atol=0.005)
+    assert exact.abs().max() > 0.05
+
+
+def test_the_advantage_is_each_images_own():
+    """Two images whose rewards cancel out: their mean advantage is 0, and yet both must be learned from."""
+    logits = torch.zeros(2, 2, requires_grad=True)
+    rewards = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+    generator = torch.Generator().manual_seed(0)
+    loss = train_policy.reinforce_loss(logits, rewards, lambda reward: torch.tensor(0.0), generator)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert (gradient.abs() > 0.1).all()
+
+
+def test_the_baseline_is_a_running_mean_of_rewards(model):
+    training = train_policy.RouterTraining(model.adaperceiver.router, decay=0.75)
+    assert training.follow(torch.tensor(2.0)) == 2.0
+    assert training.follow(torch.tensor(6.0)) == 2.0
+    assert training.follow(torch.tensor(0.0)) == 3.0
+
+
+@pytest.mark.parametrize("method", ["expected", "reinforce"])
+def test_a_router_learns_what_each_image_is_worth(method):
+    """Bright images need all tokens, dark ones the fewest: it finds out from rewards alone."""
+    model = AdaPerceiverForImageClassification(AdaPerceiverConfig(**TINY, router_ratio=1.0))
+    router = train_policy.RouterTraining(model.adaperceiver.router, decay=0.9)
+    optimizer, generator = torch.optim.Adam(router.parameters(), lr=3e-3), torch.Generator().manual_seed(0)
+    for _ in range(150):
+        bright = torch.randint(0, 2, (32,))
+        pixel_values = torch.randn(32, 3, 32, 32) * 0.3 + (2 * bright - 1)[:, None, None, None]
+        with torch.no_grad():
+            input_tokens = model.adaperceiver.embeddings(pixel_values)
+        rewards = torch.zeros(32, 6)
+        rewards[bright == 1, -1], rewards[bright == 0, 0] = 1, 1
+        logits = router(input_tokens)
+        if method == "expected":
+            loss = train_policy.expected_loss(logits, rewards)
+        else:
+            loss = train_policy.reinforce_loss(logits, rewards, router.follow, generator)
+        optimizer.zero_grad()
+        (loss - 0.01 * train_policy.entropy(logits)).backward()
+        optimizer.step()
+    choices = router(input_tokens).argmax(dim=1)
+    assert ((choices == torch.where(bright == 1, 5, 0)).float().mean()) > 0.9
+
+
+def policy_arguments(checkpoint, tmp_path, **changes):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{}")
+    values = {"model": checkpoint, "output_dir": tmp_path / "run", "steps": 4, "batch_size": 8, "micro_batch_size": 4}
+    values |= {"train_samples": 24, "validation_samples": 10, "warmup_steps": 1, "log_steps": 1, "save_steps": 2}
+    values |= {"eval_steps": 2, "workers": 0, "tracker": "none", "optimizer": "adamw", "ema_decay": 0.5}
+    return [str(recipe), *training.as_options({**values, **changes})]
+
+
+@pytest.mark.parametrize("method", ["expected", "reinforce"])
+def test_a_run_leaves_a_checkpoint_with_a_router_and_the_backbone_as_it_was(method, tiny_model, tmp_path, monkeypatch):
+    plain = tiny_model(AdaPerceiverForImageClassification)
+    plain.save_pretrained(tmp_path / "plain", save_code=False)
+    passes = []
+    original = AdaPerceiverForImageClassification.logits_by_tokens
+    monkeypatch.setattr(
+        AdaPerceiverForImageClassification,
+        "logits_by_tokens",
+        lambda self, pixel_values: passes.append(len(pixel_values)) or original(self, pixel_values),
+    )
+    train_policy.main(policy_arguments(tmp_path / "plain", tmp_path, method=method))
+    assert sum(passes) == 24 + 2 * 10  # each training image once, each validation image once an evaluation
+
+    loaded = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "run" / "final").eval()
+    assert loaded.adaptive_config.policy == "router"
+    weights = loaded.state_dict()
+    for name, weight in plain.state_dict().items():
+        assert_equal(weights[name], weight)
+    last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert sum(last["share_of_tokens"].values()) == pytest.approx(1)
+    costs = [loaded.flops(tokens=int(tokens))["total"] / 1e9 for tokens in last["share_of_tokens"]]
+    assert min(costs) < last["gflops"] < max(costs)
+    with torch.no_grad():
+        assert loaded(images(3)).tokens.shape == (3,)
+
+
+def test_the_cross_entropies_are_those_of_separate_calls(model, tmp_path):
+    samples = scenes(9)
+    dataset = samples.select_columns(["image", "label"]).cast_column("image", DatasetImage(decode=False))
+
+    def view(pictures, labels, seed):
+        return {"images": torch.stack(pictures) / 255, "labels": torch.tensor(labels)}
+
+    batches = data.MicroBatches(dataset, 4, view, seed=3)
+    losses = train_policy.cross_entropies(model, batches, tmp_path / "losses", Accelerator(cpu=True))
+    pixel_values = torch.stack([data.decode(dataset[index]["image"]) for index in range(9)]) / 255
+    for column, tokens in enumerate(model.config.token_granularities):
+        with torch.no_grad():
+            logits = model(pixel_values, tokens=tokens).logits
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(dataset["label"]), reduction="none")
+        torch.testing.assert_close(losses[:, column], expected, rtol=0, atol=1e-5)
+
+
+def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForImageClassification, num_labels=3).save_pretrained(tmp_path / "plain", save_code=False)
+    with pytest.raises(SystemExit, match="--streaming is not for policies"):
+        train_policy.main(policy_arguments(tmp_path / "plain", tmp_path, streaming=True))
+    with pytest.raises(SystemExit, match=r"scenes has 10 classes, --model .* 3"):
+        train_policy.main(policy_arguments(tmp_path / "plain", tmp_path))
