@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 pytest.importorskip("kornia", reason="the training scripts need kornia")
 import data
+import evaluate_policies
 import train_policy
 import training
 from scenes import scenes
@@ -316,3 +317,74 @@ def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_pa
         train_policy.main(policy_arguments(tmp_path / "plain", tmp_path, streaming=True))
     with pytest.raises(SystemExit, match=r"scenes has 10 classes, --model .* 3"):
         train_policy.main(policy_arguments(tmp_path / "plain", tmp_path))
+
+
+# --- the table: examples/evaluate_policies.py
+
+
+@pytest.fixture
+def answered(model):
+    torch.manual_seed(2)
+    batches = [(images(size), torch.randint(0, 10, (size,))) for size in (6, 5)]
+    return batches, evaluate_policies.collect(model, batches, Accelerator(cpu=True))
+
+
+@torch.no_grad()
+def test_every_row_is_what_its_call_would_give(model, answered):
+    batches, answers = answered
+    rows = evaluate_policies.policy_rows(model, answers, [4, 16], [0.3, 0.5])
+    assert [row.policy for row in rows if row.call is None] == ["oracle"]
+    assert len(rows) == 2 + 4 + 1 + 2 + 1
+    for row in rows[:-1]:
+        right, costs, depths = [], [], []
+        for pixel_values, labels in batches:
+            outputs = model(pixel_values, **row.call)
+            right += (outputs.logits.argmax(dim=-1) == labels).tolist()
+            tokens = [row.call.get("tokens")] * len(labels) if outputs.tokens is None else outputs.tokens.tolist()
+            left = [2] * len(labels) if outputs.exit_depth is None else outputs.exit_depth.tolist()
+            point = model.operating_point(**row.call)
+            points = [point._replace(tokens=count, depth=depth) for count, depth in zip(tokens, left)]
+            costs += [model.flops_at(one, None, 1)["total"] / 1e9 for one in points]
+            depths += left
+        assert row.accuracy == pytest.approx(sum(right) / 11), row.policy
+        assert row.gflops == pytest.approx(sum(costs) / 11, rel=1e-5), row.policy
+        if row.exit_depths is not None:
+            assert row.exit_depths[1] == pytest.approx(depths.count(1) / 11)
+
+
+@torch.no_grad()
+def test_the_oracle_takes_the_cheapest_point_that_is_right(model, answered):
+    batches, answers = answered
+    row = evaluate_policies.oracle_row(model, answers)
+    grid = [
+        {"tokens": tokens, "width": width, "depth": depth}
+        for tokens in model.config.token_granularities
+        for width in model.config.widths
+        for depth in (1, 2)
+    ]
+    cost = {index: model.flops(**point)["total"] / 1e9 for index, point in enumerate(grid)}
+    spent, solved = [], 0
+    for pixel_values, labels in batches:
+        right = [(model(pixel_values, **point).logits.argmax(dim=-1) == labels).tolist() for point in grid]
+        for image in range(len(labels)):
+            cheapest = [cost[index] for index in cost if right[index][image]]
+            spent.append(min(cheapest or cost.values()))
+            solved += bool(cheapest)
+    assert row.accuracy == pytest.approx(solved / 11)
+    assert row.gflops == pytest.approx(sum(spent) / 11, rel=1e-5)
+
+
+def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "model", save_code=False)
+    options = ["--validation_samples", "12", "--train_samples", "1", "--batch_size", "5", "--timed_images", "6"]
+    evaluate_policies.main(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
+    printed = capsys.readouterr().out
+    table = json.loads((tmp_path / "out" / "policies.json").read_text())["rows"]
+    assert len(table) == 6 + 6 * 3 + 1 + 3 + 1
+    for row in table:
+        assert row["policy"] in printed
+        assert (row["ms_batch_1"] is None) == (row["policy"] == "oracle")
+    assert len((tmp_path / "out" / "policies.csv").read_text().splitlines()) == 1 + len(table)
+    assert (tmp_path / "out" / "policies.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match=r"--tokens must be among .* got \[3\]"):
+        evaluate_policies.main(["--model", str(tmp_path / "model"), "--tokens", "3"])

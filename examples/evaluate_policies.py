@@ -1,0 +1,267 @@
+"""
+Which policy is right how often, at what cost? The paper's table, for any checkpoint and data set, with all costs counted.
+
+    python examples/evaluate_policies.py --model runs/cifar10-router/final --dataset path/to/cifar10
+
+Rows are fixed token counts, early exit, the router if the checkpoint has one, both together, and the oracle: for each image the
+cheapest operating point that is still right. Probes and the router are in the GFLOPs, and times are those of real calls.
+Prints a table, and writes CSV, JSON and plots to `--output`.
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from data import DataArguments, label_names, load_splits, validation_batches
+from timing import interleaved
+from tqdm.auto import tqdm
+from transformers import AutoImageProcessor, HfArgumentParser
+
+from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
+
+
+@dataclass
+class PolicyTableArguments:
+    model: str = field(metadata={"help": "A hub id or folder of an image classifier of AdaPerceiver."})
+    output: str = field(default="runs/policies", metadata={"help": "Folder for the table and the plots."})
+    tokens: list[int] | None = field(
+        default=None, metadata={"help": "Fixed token counts, by default the trained ones."}
+    )
+    exit_thresholds: list[float] = field(default_factory=lambda: [0.8, 0.9, 0.95])
+    batch_size: int = field(default=64, metadata={"help": "Also the larger batch that is timed."})
+    timed_images: int = field(default=64, metadata={"help": "Images of each timed run; 0 times nothing."})
+
+
+class Answers(NamedTuple):
+    """What a model says of N images, over the trained grid."""
+
+    right: torch.Tensor  # (widths, depths, granularities, N), bool
+    confidence: torch.Tensor  # (depths, granularities, N), at full width
+    routed: torch.Tensor | None  # (N,), indices of granularities
+
+
+@dataclass
+class Row:
+    policy: str
+    accuracy: float
+    gflops: float
+    call: dict[str, Any] | None = None  # how to ask for it; the oracle cannot be asked
+    exit_depths: dict[int, float] | None = None  # share of the images
+    tokens: dict[int, float] | None = None
+    ms_batch_1: float | None = None
+    ms_large_batch: float | None = None
+
+
+@torch.no_grad()
+def collect(model: AdaPerceiverForImageClassification, batches: Any, accelerator: Accelerator) -> Answers:
+    """One encoding at each width, on all processes."""
+    parts = []
+    for pixel_values, labels in tqdm(batches, "answers", unit="batch", disable=not accelerator.is_main_process):
+        grids = [model.logits_grid(pixel_values, width=width).float() for width in model.config.widths]
+        right = torch.stack([grid.argmax(dim=-1) == labels for grid in grids])
+        confidence = grids[-1].softmax(dim=-1).amax(dim=-1)
+        router = model.adaperceiver.router
+        routed = (
+            None if router is None else router.logits(model.adaperceiver.embeddings(pixel_values)).argmax(dim=-1).cpu()
+        )
+        parts.append(Answers(right.cpu(), confidence.cpu(), routed))
+    parts = gather_object(parts) if accelerator.num_processes > 1 else parts
+    if not parts:
+        raise SystemExit("There is nothing to evaluate on: the data set has no image that can be read.")
+    right, confidence, routed = zip(*parts)
+    return Answers(
+        torch.cat(right, dim=-1), torch.cat(confidence, dim=-1), None if routed[0] is None else torch.cat(routed)
+    )
+
+
+def exits(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
+    """(depths, N) -> (N,): the index of the depth at which each image leaves."""
+    sure = confidence >= threshold
+    sure[-1] = True
+    return sure.int().argmax(dim=0)
+
+
+def shares(values: torch.Tensor, names: Sequence[int]) -> dict[int, float]:
+    counts = torch.bincount(values, minlength=len(names))
+    return {name: count / len(values) for name, count in zip(names, counts.tolist())}
+
+
+def policy_rows(
+    model: AdaPerceiverForImageClassification,
+    answers: Answers,
+    tokens: Sequence[int],
+    thresholds: Sequence[float],
+) -> list[Row]:
+    config, images = model.config, torch.arange(answers.right.shape[-1])
+    granularities, depths = config.token_granularities, list(range(1, config.num_hidden_layers + 1))
+    right, confidence, routed = answers.right[-1], answers.confidence, answers.routed  # at full width
+
+    def gflops(count: int, depth: int, **call: Any) -> float:
+        point = model.operating_point(tokens=count, **call)._replace(depth=depth)
+        return model.flops_at(point, None, batch_size=1)["total"] / 1e9
+
+    def leaving(choice: torch.Tensor, threshold: float, name: str, call: dict[str, Any]) -> Row:
+        """Early exit where image n has granularity `choice[n]`."""
+        at = exits(confidence[:, choice, images].clone(), threshold)
+        costs = torch.tensor([[gflops(count, depth, **call) for count in granularities] for depth in depths])
+        return Row(
+            name,
+            right[at, choice, images].float().mean().item(),
+            costs[at, choice].mean().item(),
+            call,
+            shares(at, depths),
+            shares(choice, granularities),
+        )
+
+    rows = []
+    for count in tokens:
+        of_count = right[-1, granularities.index(count)].float().mean().item()
+        rows.append(Row(f"fixed (t = {count})", of_count, gflops(count, depths[-1]), {"tokens": count}))
+    for count in tokens:
+        choice = torch.full_like(images, granularities.index(count))
+        for threshold in thresholds:
+            call = {"exit_threshold": threshold}
+            row = leaving(choice, threshold, f"early exit (t = {count}, τ = {threshold})", call)
+            row.call = {"tokens": count, **call}
+            rows.append(row)
+    if routed is not None:
+        costs = torch.tensor([gflops(count, depths[-1], policy="router") for count in granularities])
+        of_router = right[-1, routed, images].float().mean().item()
+        histogram = shares(routed, granularities)
+        rows.append(Row("router", of_router, costs[routed].mean().item(), {"policy": "router"}, tokens=histogram))
+        for threshold in thresholds:
+            call = {"policy": "router", "exit_threshold": threshold}
+            rows.append(leaving(routed, threshold, f"router (τ = {threshold})", call))
+    return [*rows, oracle_row(model, answers)]
+
+
+def oracle_row(model: AdaPerceiverForImageClassification, answers: Answers) -> Row:
+    """The cheapest operating point that is still right, for each image; the cheapest of all where none is."""
+    config = model.config
+    points = [
+        (width, depth, count)
+        for width in config.widths
+        for depth in range(1, config.num_hidden_layers + 1)
+        for count in config.token_granularities
+    ]
+    costs = [model.flops(width=width, depth=depth, tokens=count)["total"] / 1e9 for width, depth, count in points]
+    costs = torch.tensor(costs)[:, None]
+    right = answers.right.flatten(0, 2)  # (points, N)
+    best = torch.where(right, costs, float("inf")).amin(dim=0)
+    best = torch.where(best.isinf(), costs.min(), best)
+    return Row("oracle", right.any(dim=0).float().mean().item(), best.mean().item())
+
+
+def add_times(
+    model: AdaPerceiverForImageClassification, rows: list[Row], pixel_values: torch.Tensor, size: int
+) -> None:
+    """Milliseconds an image of real calls on real images, one at a time and in batches; all rows take turns."""
+
+    def run(call: dict[str, Any], batch: int) -> None:
+        for part in pixel_values.split(batch):
+            model(part, **call)
+
+    callable_rows = [row for row in rows if row.call is not None]
+    runs = {
+        (row.policy, batch): lambda call=row.call, batch=batch: run(call, batch)
+        for row in callable_rows
+        for batch in (1, size)
+    }
+    times = interleaved(runs, repeats=3, name="milliseconds")
+    for row in callable_rows:
+        row.ms_batch_1 = times[row.policy, 1] / len(pixel_values)
+        row.ms_large_batch = times[row.policy, size] / len(pixel_values)
+
+
+def print_table(rows: Sequence[Row], batch_size: int) -> None:
+    print(f"{'policy':36} {'right':>8} {'GFLOPs':>9} {'ms, batch 1':>12} {f'batch {batch_size}':>10}")
+    for row in rows:
+        times = [f"{value:.2f}" if value is not None else "" for value in (row.ms_batch_1, row.ms_large_batch)]
+        print(f"{row.policy:36} {row.accuracy:8.2%} {row.gflops:9.4g} {times[0]:>12} {times[1]:>10}")
+
+
+def write(rows: Sequence[Row], folder: Path, description: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [vars(row) for row in rows]
+    (folder / "policies.json").write_text(json.dumps({**description, "rows": records}, indent=1) + "\n")
+    columns = ["policy", "accuracy", "gflops", "ms_batch_1", "ms_large_batch"]
+    with open(folder / "policies.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    kinds = {"fixed": "#3b6fb6", "early exit": "#c0504d", "router": "#4c9a6a", "oracle": "black"}
+    figure, (left, middle, last) = plt.subplots(1, 3, figsize=(15, 4.5))
+    for kind, color in kinds.items():
+        part = [row for row in rows if row.policy.startswith(kind)]
+        if part:
+            left.scatter([row.gflops for row in part], [100 * row.accuracy for row in part], color=color, label=kind)
+    left.set_xlabel("GFLOPs an image (mean)")
+    left.set_ylabel("right, %")
+    left.legend(fontsize=8)
+    left.grid(alpha=0.3)
+    for axes, name, label in (
+        (middle, "exit_depths", "depth at which images leave"),
+        (last, "tokens", "tokens of images"),
+    ):
+        part = [row for row in rows if getattr(row, name) and len([v for v in getattr(row, name).values() if v]) > 1]
+        for row in part[-6:]:
+            histogram = getattr(row, name)
+            axes.plot(list(map(str, histogram)), list(histogram.values()), marker="o", ms=4, label=row.policy)
+        axes.set_xlabel(label)
+        axes.set_ylabel("share")
+        axes.grid(alpha=0.3)
+        if part:
+            axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "policies.png", dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = HfArgumentParser([PolicyTableArguments, DataArguments], allow_abbrev=False)
+    args, data = parser.parse_args_into_dataclasses(list(arguments))
+    accelerator = Accelerator()
+    model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
+    model.adaptive_config = AdaptiveConfig(attention=model.adaptive_config.attention)
+    granularities = model.config.token_granularities
+    tokens = granularities if args.tokens is None else args.tokens
+    if not set(tokens) <= set(granularities):
+        raise SystemExit(f"--tokens must be among {granularities}, got {tokens}.")
+    processor = AutoImageProcessor.from_pretrained(args.model)
+    _, dataset = load_splits(data)
+    names = label_names(dataset, data)
+    if names is not None and len(names) != model.config.num_labels:
+        raise SystemExit(
+            f"--dataset {data.dataset} has {len(names)} classes, --model {args.model} {model.config.num_labels}."
+        )
+    answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
+    if not accelerator.is_main_process:
+        return
+    rows = policy_rows(model, answers, tokens, args.exit_thresholds)
+    if args.timed_images:
+        first, _ = next(iter(validation_batches(dataset, processor, args.timed_images, Accelerator())))
+        add_times(model, rows, first, args.batch_size)
+    print_table(rows, args.batch_size)
+    folder = Path(args.output)
+    write(rows, folder, {"model": Path(args.model).name, "dataset": Path(data.dataset).name})
+    draw(rows, folder)
+    print(f"policies.csv, policies.json and policies.png are in {folder}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
