@@ -271,6 +271,7 @@ class OperatingPoint(NamedTuple):
     exit_threshold: float | tuple[float, ...] | None = None
     exit_after: int = 1
     exit_every: int = 1
+    exit_temperatures: tuple[float, ...] | None = None  # one per block
     policy: tuple[str | Callable, ...] = ()  # what may still change it, image by image
 
     def probe_depths(self) -> range:
@@ -307,6 +308,8 @@ class AdaptiveConfig(PushToHubMixin):
             Early exit: an image leaves as soon as its largest class probability reaches this, 0 to 1. `depth` bounds it.
         exit_after, exit_every (`int`, *optional*, default to 1):
             Where images may leave: after block `exit_after`, and after every `exit_every`-th block from there.
+        exit_temperatures (`list[float]`, *optional*):
+            One for each block, by which the logits are divided before an image's confidence is taken there; by default 1.
         policy (`str`, *optional*):
             `"router"`: the model's router chooses the tokens of each image, up to `tokens`. `"fixed"` takes them as they
             are, as without a policy. A call may give a function as well, or a list; see `policy_adaperceiver.py`.
@@ -325,6 +328,7 @@ class AdaptiveConfig(PushToHubMixin):
     exit_threshold: float | None = None
     exit_after: int | None = None
     exit_every: int | None = None
+    exit_temperatures: list[float] | None = None
     policy: str | None = None
     max_gflops: float | None = None
     max_latency_ms: float | None = None
@@ -368,6 +372,8 @@ class AdaptiveConfig(PushToHubMixin):
             "attention": config.attention_type,
         }
         point = {**defaults, **chosen.to_dict(), **per_image}
+        if chosen.exit_temperatures is not None:
+            point["exit_temperatures"] = tuple(chosen.exit_temperatures)
         point["policy"] = tuple(one for one in policies if one != "fixed")
         return OperatingPoint(**{name: value for name, value in point.items() if name in OperatingPoint._fields})
 
@@ -447,6 +453,14 @@ def _check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None
                 f"`{label}` must not be 'router' for a model without one (`config.router_ratio` is None)."
             )
         return value
+    if name == "exit_temperatures":
+        values = value.tolist() if hasattr(value, "tolist") else value
+        blocks = None if config is None else config.num_hidden_layers
+        if not isinstance(values, (list, tuple)) or (blocks is not None and len(values) != blocks):
+            raise ValueError(
+                f"`{label}` must be a list of {blocks or 'as many'} numbers, one for each block, got {value!r}."
+            )
+        return [_check_float(f"{label}[{index}]", one, 1e-6) for index, one in enumerate(values)]
     if name in ("exit_threshold", "max_gflops", "max_latency_ms"):
         low, high = (0, 1) if name == "exit_threshold" else (0, None)
         return _check_float(label, value, low, high)

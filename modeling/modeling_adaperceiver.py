@@ -61,6 +61,7 @@ class AdaptiveKwargs(TransformersKwargs, total=False):
     exit_threshold: float | Sequence[float] | torch.Tensor | None
     exit_after: int | None
     exit_every: int | None
+    exit_temperatures: Sequence[float] | None
     policy: str | Policy | Sequence[str | Policy] | None
     max_gflops: float | None
     max_latency_ms: float | None
@@ -316,7 +317,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         operating_point: OperatingPoint | None = None,
-        confidence: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        confidence: Callable[[torch.Tensor, float], torch.Tensor] | None = None,
         **kwargs: Unpack[AdaptiveKwargs],
     ) -> AdaPerceiverModelOutput:
         r"""
@@ -327,7 +328,8 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         operating_point (`OperatingPoint`, *optional*):
             Where to run, settled already (heads do so); else the keyword arguments and `adaptive_config` say.
         confidence (`Callable`, *optional*):
-            For early exit: class output tokens `(batch, hidden_size)` to confidences `(batch,)`. Classifiers pass theirs.
+            For early exit: class output tokens `(batch, hidden_size)` and a temperature to confidences `(batch,)`. Classifiers
+            pass theirs.
         """
         point, kwargs = self.settle(pixel_values, kwargs, operating_point)
         input_tokens = self.embeddings(pixel_values, interpolate_pos_encoding)  # (batch, patches, hidden_size)
@@ -453,7 +455,8 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             written = self.class_readout(latents, rope, folded)
             leaving = ~gone
             if depth < point.depth:
-                leaving &= confidence(written[:, 0]) >= thresholds[rows]
+                temperature = 1.0 if point.exit_temperatures is None else point.exit_temperatures[depth - 1]
+                leaving &= confidence(written[:, 0], temperature) >= thresholds[rows]
             leavers = leaving.nonzero()[:, 0]
             if len(leavers) == 0:
                 continue
@@ -582,9 +585,9 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         )
         return loss, logits[-1]
 
-    def confidence(self, class_tokens: torch.Tensor) -> torch.Tensor:
+    def confidence(self, class_tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """The largest class probability. (batch, hidden_size) -> (batch,)"""
-        return self.classifier(class_tokens).float().softmax(dim=-1).amax(dim=-1)
+        return (self.classifier(class_tokens).float() / temperature).softmax(dim=-1).amax(dim=-1)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         classifier = 2 * images * self.config.hidden_size * self.config.num_labels

@@ -27,6 +27,7 @@ from adaperceiver import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 pytest.importorskip("kornia", reason="the training scripts need kornia")
+import calibrate
 import data
 import evaluate_policies
 import train_policy
@@ -388,3 +389,89 @@ def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
     assert (tmp_path / "out" / "policies.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match=r"--tokens must be among .* got \[3\]"):
         evaluate_policies.main(["--model", str(tmp_path / "model"), "--tokens", "3"])
+
+
+# --- calibration: examples/calibrate.py
+
+
+def test_a_temperature_is_found_again():
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(20_000, 5)
+    labels = torch.distributions.Categorical(logits=logits).sample()
+    assert calibrate.fit_temperature(3 * logits, labels) == pytest.approx(3, rel=0.05)
+
+
+@pytest.mark.parametrize(("events", "trials"), [(0, 50), (3, 1000), (40, 5000), (49, 50)])
+def test_the_bound_is_that_of_clopper_and_pearson(events, trials):
+    beta = pytest.importorskip("scipy.stats").beta
+    expected = beta.ppf(0.95, events + 1, trials - events)
+    assert calibrate.upper_bound(events, trials, 0.95) == pytest.approx(expected, rel=1e-6)
+    assert calibrate.upper_bound(trials, trials, 0.95) == 1.0
+
+
+def test_the_threshold_holds_on_new_images_as_often_as_promised():
+    """Images that are lost at threshold t with probability (1 - t) / 10, calibrated on again and again."""
+    torch.manual_seed(0)
+    kept, found = 0, []
+    for _ in range(60):
+        confidence, labels = torch.rand(2000), torch.zeros(2000, dtype=torch.long)
+        wrong = torch.rand(2000) < (1 - confidence) / 5
+        first = torch.stack([confidence, 1 - confidence], dim=1).clamp(min=1e-6)
+        first = torch.where((confidence < 0.5)[:, None], first.flip(1), first)  # the surer of two is the confidence
+        first = torch.where(wrong[:, None], first.flip(1), first).log()
+        last = torch.tensor([[5.0, -5.0]]).expand(2000, 2)  # the full model is always right
+        threshold = calibrate.find_threshold(torch.stack([first, last]), labels, 0.03, 0.9)
+        found.append(threshold)
+        # An image leaves if max(c, 1 - c) >= t, and is wrong then with (1 - c) / 5, c uniform.
+        grid = torch.linspace(0, 1, 100_001)
+        leaves = torch.maximum(grid, 1 - grid) >= threshold
+        kept += ((1 - grid) / 5 * leaves).mean().item() <= 0.03
+    assert kept >= 0.9 * 60 - 4
+    assert min(found) < 0.95  # and it does choose
+
+
+def test_calibration_writes_what_calls_then_do(model, tmp_path, capsys):
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder, save_code=False)
+    options = ["--validation_samples", "60", "--train_samples", "1", "--max_drop", "0.3", "--tokens", "8"]
+    calibrate.main(["--model", str(folder), *options])
+    saved = json.loads((folder / "adaptive_config.json").read_text())
+    assert saved["tokens"] == 8
+    assert len(saved["exit_temperatures"]) == 2
+    assert f"exit_threshold {saved['exit_threshold']:.3f}" in capsys.readouterr().out
+    loaded, pixel_values = AdaPerceiverForImageClassification.from_pretrained(folder).eval(), images(16)
+    with torch.no_grad():
+        outputs = loaded(pixel_values)
+        first = loaded(pixel_values, depth=1, exit_threshold=1.0).logits / saved["exit_temperatures"][0]
+    leaves = first.softmax(dim=-1).amax(dim=-1) >= saved["exit_threshold"]
+    assert_equal(outputs.exit_depth, torch.where(leaves, 1, 2))
+
+
+def test_a_bound_that_cannot_be_met_is_said_and_nothing_is_written(model, tmp_path):
+    model.save_pretrained(tmp_path / "model", save_code=False)
+    before = (tmp_path / "model" / "adaptive_config.json").exists()
+    with pytest.raises(SystemExit, match=r"No threshold keeps within --max_drop 0\.001.*at least 0\.\d+"):
+        calibrate.main(
+            [
+                "--model",
+                str(tmp_path / "model"),
+                "--validation_samples",
+                "20",
+                "--train_samples",
+                "1",
+                "--max_drop",
+                "0.001",
+            ]
+        )
+    assert (tmp_path / "model" / "adaptive_config.json").exists() == before
+    with pytest.raises(SystemExit, match=r"--max_drop must be between 0 and 1, got 2\.0"):
+        calibrate.main(["--model", "x", "--max_drop", "2.0"])
+
+
+def test_temperatures_that_do_not_fit_are_named(model):
+    with pytest.raises(ValueError, match="`exit_temperatures` must be a list of 2 numbers, one for each block"):
+        model(images(), exit_threshold=0.5, exit_temperatures=[1.0])
+    with pytest.raises(ValueError, match=r"`exit_temperatures\[1\]` must be a number"):
+        model(images(), exit_threshold=0.5, exit_temperatures=[1.0, -1.0])
