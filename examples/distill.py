@@ -77,6 +77,12 @@ class DistillationArguments:
             "help": "Keep that many views of every image, with the teacher's logits, and train on them in turn."
         },
     )
+    cached_flips: bool = field(
+        default=False,
+        metadata={
+            "help": "Mirror kept views at random as they are used, under the logits of the view as it was kept."
+        },
+    )
 
 
 def student_fields(args: DistillationArguments) -> dict:
@@ -164,7 +170,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
         views = cache_views(training_data, augment, teacher, count, folder, run.seed, data.workers, accelerator)
-        batches = CachedMicroBatches(views, count, len(training_data), size, run.seed)
+        batches = CachedMicroBatches(views, count, len(training_data), size, run.seed, distillation.cached_flips)
     elif isinstance(training_data, IterableDataset):
         stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
         stream = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=accelerator.num_processes)

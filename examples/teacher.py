@@ -94,8 +94,9 @@ def preprocessing(processor) -> tuple[tuple[int, int], Sequence[float], Sequence
 class CachedMicroBatches(MicroBatches):
     """Micro-batches of views that were made before, with the teacher's logits: epoch e shows view e modulo their number."""
 
-    def __init__(self, folder: Path, views: int, images: int, size: int, seed: int):
+    def __init__(self, folder: Path, views: int, images: int, size: int, seed: int, flips: bool = False):
         super().__init__(range(images), size, None, seed)
+        self.flips = flips
         self.files = [
             [np.load(folder / f"view{v}" / f"{name}.npy", mmap_mode="r") for name in NAMES] for v in range(views)
         ]
@@ -110,6 +111,9 @@ class CachedMicroBatches(MicroBatches):
                 places.append(place)
                 rows.append((images[index], *(other[index] for other in others)))
         images, labels, logits = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
+        if self.flips:
+            flipped = torch.from_numpy(np.random.default_rng([self.seed, micro]).random(len(images)) < 0.5)
+            images[flipped] = images[flipped].flip(-1)
         return {
             "images": images / 255,
             "labels": labels,

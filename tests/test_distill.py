@@ -507,6 +507,24 @@ def test_cached_views_hold_what_the_teacher_says_of_them(image_folder, teacher_f
     assert (folder / "view0" / "images.npy").stat().st_mtime_ns == stamp  # made once
 
 
+def test_cached_views_may_be_mirrored_as_they_are_used(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "view0").mkdir()
+    arrays = {"images": rng.integers(0, 256, (12, 3, 4, 4), dtype=np.uint8), "labels": np.arange(12)}
+    for name, array in {**arrays, "logits": rng.normal(size=(12, 3)).astype(np.float32)}.items():
+        np.save(tmp_path / "view0" / f"{name}.npy", array)
+    plain, mirrored = (
+        teachers.CachedMicroBatches(tmp_path, 1, 12, 12, seed=0, flips=flips) for flips in (False, True)
+    )
+    kept, used = plain[1], mirrored[1]
+    flipped = [not torch.equal(*pair) for pair in zip(kept["images"], used["images"])]
+    assert 0 < sum(flipped) < 12
+    for image, expected, is_flipped in zip(used["images"], kept["images"], flipped):
+        assert_equal(image, expected.flip(-1) if is_flipped else expected)
+    assert_equal(used["teacher_logits"], kept["teacher_logits"])
+    assert_equal(mirrored[1]["images"], used["images"])
+
+
 def test_cached_views_train(arguments, tmp_path):
     distill.main(arguments(cached_views=2, mixup_alpha=0, steps=3))
     assert len(losses(tmp_path / "run")) == 3
