@@ -55,15 +55,14 @@ def test_it_knows_what_the_photographs_show_at_every_budget(model, samples):
                 assert accuracy == pytest.approx(table[tokens, width, depth], abs=0.09), (tokens, width, depth)
 
 
-def test_accuracy_rises_with_tokens_and_depth(model):
+def test_small_points_are_close_to_the_full_model(model):
     table = {(p["tokens"], p["width"], p["depth"]): p["value"] for p in model.accuracy_table.points}
     tokens, widths, last = model.config.token_granularities, model.config.widths, model.config.num_hidden_layers
     assert len(table) == len(tokens) * len(widths) * last
-    by_tokens = [table[count, widths[-1], last] for count in tokens]
-    by_depth = [table[tokens[-1], widths[-1], depth] for depth in range(1, last + 1)]
-    for line in (by_tokens, by_depth):
-        assert line[-1] == max(line) > line[0]
-    assert by_tokens[-1] - by_tokens[0] <= 0.04
+    full = table[tokens[-1], widths[-1], last]
+    assert full > 0.84
+    assert full - table[tokens[0], widths[-1], last] <= 0.04
+    assert 0 < full - table[tokens[0], widths[0], 1] < 0.02  # the smallest of all
 
 
 @torch.no_grad()
