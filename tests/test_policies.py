@@ -312,6 +312,11 @@ def test_the_cross_entropies_are_those_of_separate_calls(model, tmp_path):
         torch.testing.assert_close(losses[:, column], expected, rtol=0, atol=1e-5)
 
 
+def test_the_recipe_names_only_known_arguments():
+    groups = [training.RunArguments, data.DataArguments, training.OptimizationArguments, train_policy.PolicyArguments]
+    assert len(training.parse(groups, [str(train_policy.RECIPE)], train_policy.RECIPE)) == 1
+
+
 def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_path):
     tiny_model(AdaPerceiverForImageClassification, num_labels=3).save_pretrained(tmp_path / "plain", save_code=False)
     with pytest.raises(SystemExit, match="--streaming is not for policies"):
