@@ -146,6 +146,13 @@ def check_label_map(names: Sequence[str], classes: int, whose: str) -> None:
         raise SystemExit(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
 
 
+def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: str, classes: int) -> None:
+    """Stop where the data name another number of classes than the checkpoint `model` has."""
+    names = label_names(split, args)
+    if names is not None and len(names) != classes:
+        raise SystemExit(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
+
+
 def decode(stored: dict) -> torch.Tensor | None:
     """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from data import DataArguments, label_names, load_splits, validation_batches
+from data import DataArguments, check_classes, load_splits, validation_batches
 from dense_data import DenseDataArguments, check_samples, dense_validation_batches, load_dense_splits, mask_names
 from evaluation import TASKS, evaluate_grid, metrics_for, table_points
 from timing import interleaved
@@ -90,9 +90,7 @@ def load_data(
     if task == "image-classification":
         classification = data.for_classification()
         _, dataset = load_splits(classification)
-        known = label_names(dataset, classification)
-        if known is not None and len(known) != len(names):
-            raise SystemExit(f"--dataset {data.dataset} has {len(known)} classes, --model {args.model} {len(names)}.")
+        check_classes(dataset, classification, args.model, len(names))
         return lambda processor: validation_batches(dataset, processor, args.batch_size, accelerator)
     kind = "segmentation" if task == "image-segmentation" else "depth"
     _, dataset = load_dense_splits(data, kind)

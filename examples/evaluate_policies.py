@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from data import DataArguments, label_names, load_splits, validation_batches
+from data import DataArguments, check_classes, load_splits, validation_batches
+from evaluation import exits
 from timing import interleaved
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
@@ -81,13 +82,6 @@ def collect(model: AdaPerceiverForImageClassification, batches: Any, accelerator
     )
 
 
-def exits(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
-    """(depths, N) -> (N,): the index of the depth at which each image leaves."""
-    sure = confidence >= threshold
-    sure[-1] = True
-    return sure.int().argmax(dim=0)
-
-
 def shares(values: torch.Tensor, names: Sequence[int]) -> dict[int, float]:
     counts = torch.bincount(values, minlength=len(names))
     return {name: count / len(values) for name, count in zip(names, counts.tolist())}
@@ -109,7 +103,7 @@ def policy_rows(
 
     def leaving(choice: torch.Tensor, threshold: float, name: str, call: dict[str, Any]) -> Row:
         """Early exit where image n has granularity `choice[n]`."""
-        at = exits(confidence[:, choice, images].clone(), threshold)
+        at = exits(confidence[:, choice, images], threshold)
         costs = torch.tensor([[gflops(count, depth, **call) for count in granularities] for depth in depths])
         return Row(
             name,
@@ -244,11 +238,7 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"--tokens must be among {granularities}, got {tokens}.")
     processor = AutoImageProcessor.from_pretrained(args.model)
     _, dataset = load_splits(data)
-    names = label_names(dataset, data)
-    if names is not None and len(names) != model.config.num_labels:
-        raise SystemExit(
-            f"--dataset {data.dataset} has {len(names)} classes, --model {args.model} {model.config.num_labels}."
-        )
+    check_classes(dataset, data, args.model, model.config.num_labels)
     answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
     if not accelerator.is_main_process:
         return

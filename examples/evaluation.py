@@ -161,11 +161,16 @@ def evaluate_grid(
     return rows
 
 
+def exits(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
+    """(depths, batch) -> (batch,): the index of the first depth at which each image is sure enough, or of the last."""
+    sure = confidence >= threshold
+    sure[-1] = True
+    return sure.int().argmax(dim=0)
+
+
 def leave(logits: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(depths, batch, labels) -> the logits where each image's confidence first reaches the threshold, and these depths"""
-    sure = logits.float().softmax(dim=-1).amax(dim=-1) >= threshold  # (depths, batch)
-    sure[-1] = True
-    index = sure.int().argmax(dim=0)  # the first of them
+    index = exits(logits.float().softmax(dim=-1).amax(dim=-1), threshold)
     return logits[index, torch.arange(logits.shape[1], device=logits.device)], index + 1
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from data import DataArguments, MicroBatches, label_names, load_splits, seed_of, validation_batches
+from data import DataArguments, MicroBatches, check_classes, load_splits, seed_of, validation_batches
 from torch import nn
 from tqdm.auto import tqdm
 from training import (
@@ -184,11 +184,7 @@ def run_stage(
     model.adaptive_config = AdaptiveConfig()
     processor = AutoImageProcessor.from_pretrained(args.model)
     training_data, validation_data = load_splits(data)
-    names = label_names(training_data, data)
-    if names is not None and len(names) != model.config.num_labels:
-        raise SystemExit(
-            f"--dataset {data.dataset} has {len(names)} classes, --model {args.model} {model.config.num_labels}."
-        )
+    check_classes(training_data, data, args.model, model.config.num_labels)
 
     def view(images: list[torch.Tensor], labels: list[int], seed: Any) -> dict[str, torch.Tensor]:
         """Images as the model sees them in use: a policy is about these, not about augmented ones."""
