@@ -45,6 +45,9 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             Whether a LayerNorm and an FFN (without residual) follow the patch embedding.
         layerscale_value (`float`, *optional*, defaults to 1e-5):
             Initial value of the layer scale vectors; `None` or 0 leaves them out.
+        position_init_std (`float`, defaults to 0.02):
+            Spread of the position embedding at initialisation. The latents part by where they look: a short training wants
+            positions that weigh as much as the patches.
         token_init_std (`float`, defaults to 1e-6):
             Standard deviation at which the learned latent and output token start. Short trainings start faster from 1:
             a vector of 1e-6 is next to nothing after its LayerNorm, so that all latents begin alike.
@@ -111,6 +114,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     attention_probs_dropout_prob: float | int = 0.0
     drop_path_rate: float | int = 0.0
     initializer_range: float = 0.02
+    position_init_std: float | int = 0.02
     token_init_std: float | int = 1e-6
     max_latent_tokens: int = 256
     rope_theta: float | int = 10000.0
@@ -197,7 +201,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be in [0, 1), got {getattr(self, name)}.")
-        for name in ("initializer_range", "token_init_std", "layerscale_value"):
+        for name in ("initializer_range", "position_init_std", "token_init_std", "layerscale_value"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
         if self.router_ratio is not None and not (self.router_ratio > 0 and min(self.router_units) >= 1):

@@ -83,6 +83,9 @@ class DistillationArguments:
             "help": "Mirror kept views at random as they are used, under the logits of the view as it was kept."
         },
     )
+    cached_shift: int = field(
+        default=0, metadata={"help": "Move kept views by up to that many pixels as they are used, as with cached_flips."}
+    )
 
 
 def student_fields(args: DistillationArguments) -> dict:
@@ -170,7 +173,8 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
         views = cache_views(training_data, augment, teacher, count, folder, run.seed, data.workers, accelerator)
-        batches = CachedMicroBatches(views, count, len(training_data), size, run.seed, distillation.cached_flips)
+        moves = {"flips": distillation.cached_flips, "shift": distillation.cached_shift}
+        batches = CachedMicroBatches(views, count, len(training_data), size, run.seed, **moves)
     elif isinstance(training_data, IterableDataset):
         stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
         stream = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=accelerator.num_processes)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import kornia.augmentation as K
 import numpy as np
 import torch
 from accelerate import Accelerator
-from data import Augment, MicroBatches
+from data import Augment, MicroBatches, seed_of
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -92,14 +93,21 @@ def preprocessing(processor) -> tuple[tuple[int, int], Sequence[float], Sequence
 
 
 class CachedMicroBatches(MicroBatches):
-    """Micro-batches of views that were made before, with the teacher's logits: epoch e shows view e modulo their number."""
+    """
+    Micro-batches of views that were made before, with the teacher's logits: epoch e shows view e modulo their number,
+    mirrored at random with `flips`, and moved by up to `shift` pixels.
+    """
 
-    def __init__(self, folder: Path, views: int, images: int, size: int, seed: int, flips: bool = False):
+    def __init__(
+        self, folder: Path, views: int, images: int, size: int, seed: int, flips: bool = False, shift: int = 0
+    ):
         super().__init__(range(images), size, None, seed)
-        self.flips = flips
         self.files = [
             [np.load(folder / f"view{v}" / f"{name}.npy", mmap_mode="r") for name in NAMES] for v in range(views)
         ]
+        side = self.files[0][0].shape[-1]
+        self.move = K.RandomCrop((side, side), padding=shift, cropping_mode="slice") if shift else nn.Identity()
+        self.flip = K.RandomHorizontalFlip() if flips else nn.Identity()
 
     def __getitem__(self, micro: int) -> dict[str, torch.Tensor]:
         positions = range(micro * self.size, (micro + 1) * self.size)
@@ -111,11 +119,11 @@ class CachedMicroBatches(MicroBatches):
                 places.append(place)
                 rows.append((images[index], *(other[index] for other in others)))
         images, labels, logits = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
-        if self.flips:
-            flipped = torch.from_numpy(np.random.default_rng([self.seed, micro]).random(len(images)) < 0.5)
-            images[flipped] = images[flipped].flip(-1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(self.seed, micro))
+            images = self.flip(self.move(images / 255))
         return {
-            "images": images / 255,
+            "images": images,
             "labels": labels,
             "teacher_logits": logits,
             "places": torch.tensor(places),

@@ -180,7 +180,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, AdaPerceiverEmbeddings):
-            init.normal_(module.position_embeddings, std=0.02)
+            init.normal_(module.position_embeddings, std=self.config.position_init_std)
         elif isinstance(module, AdaPerceiverRead):
             init.normal_(module.latent_token, std=self.config.token_init_std)
         elif isinstance(module, AdaPerceiverClassReadout):

@@ -80,6 +80,7 @@ def test_widths_follow_the_hidden_size(hidden_size, widths):
         ("initializer_range", -0.02),
         ("layerscale_value", -1e-5),
         ("token_init_std", -1.0),
+        ("position_init_std", -1.0),
         ("distillation_temperature", 0.0),
         ("adaptive_axes", ["tokens", "height"]),
         ("stem_layers", [[8, 2], [16, 2]]),  # patches of 4, not of 8
@@ -201,6 +202,12 @@ def test_learned_tokens_start_as_the_config_says(std):
     model = AdaPerceiverModel(AdaPerceiverConfig(**TINY, token_init_std=std))
     for token in (model.read.latent_token, model.class_readout.output_token):
         assert 0.5 * std < token.std() < 1.5 * std
+    assert model.embeddings.position_embeddings.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_positions_start_as_the_config_says():
+    model = AdaPerceiverModel(AdaPerceiverConfig(**TINY, position_init_std=0.7))
+    assert model.embeddings.position_embeddings.std().item() == pytest.approx(0.7, rel=0.2)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

@@ -507,14 +507,20 @@ def test_cached_views_hold_what_the_teacher_says_of_them(image_folder, teacher_f
     assert (folder / "view0" / "images.npy").stat().st_mtime_ns == stamp  # made once
 
 
-def test_cached_views_may_be_mirrored_as_they_are_used(tmp_path):
+@pytest.fixture
+def kept_views(tmp_path) -> Path:
+    """One view of twelve images, with logits, as `cache_views` leaves it."""
     rng = np.random.default_rng(0)
     (tmp_path / "view0").mkdir()
-    arrays = {"images": rng.integers(0, 256, (12, 3, 4, 4), dtype=np.uint8), "labels": np.arange(12)}
+    arrays = {"images": rng.integers(1, 256, (12, 3, 4, 4), dtype=np.uint8), "labels": np.arange(12)}
     for name, array in {**arrays, "logits": rng.normal(size=(12, 3)).astype(np.float32)}.items():
         np.save(tmp_path / "view0" / f"{name}.npy", array)
+    return tmp_path
+
+
+def test_cached_views_may_be_mirrored_as_they_are_used(kept_views):
     plain, mirrored = (
-        teachers.CachedMicroBatches(tmp_path, 1, 12, 12, seed=0, flips=flips) for flips in (False, True)
+        teachers.CachedMicroBatches(kept_views, 1, 12, 12, seed=0, flips=flips) for flips in (False, True)
     )
     kept, used = plain[1], mirrored[1]
     flipped = [not torch.equal(*pair) for pair in zip(kept["images"], used["images"])]
@@ -523,6 +529,20 @@ def test_cached_views_may_be_mirrored_as_they_are_used(tmp_path):
         assert_equal(image, expected.flip(-1) if is_flipped else expected)
     assert_equal(used["teacher_logits"], kept["teacher_logits"])
     assert_equal(mirrored[1]["images"], used["images"])
+
+
+def test_cached_views_may_be_moved_as_they_are_used(kept_views):
+    plain, moved = (teachers.CachedMicroBatches(kept_views, 1, 12, 12, seed=0, shift=shift) for shift in (0, 2))
+    kept, used = plain[1], moved[1]
+    found = set()
+    for image, original in zip(used["images"], kept["images"]):
+        padded = torch.nn.functional.pad(original, (2, 2, 2, 2))
+        places = [(y, x) for y in range(5) for x in range(5) if torch.equal(padded[:, y : y + 4, x : x + 4], image)]
+        assert len(places) == 1  # no pixel is changed
+        found.update(places)
+    assert len(found) > 1
+    assert_equal(used["teacher_logits"], kept["teacher_logits"])
+    assert_equal(moved[1]["images"], used["images"])
 
 
 def test_cached_views_train(arguments, tmp_path):
