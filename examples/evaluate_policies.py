@@ -4,8 +4,9 @@ Which policy is right how often, at what cost? The paper's table, for any checkp
     python examples/evaluate_policies.py --model runs/cifar10-router/final --dataset path/to/cifar10
 
 Rows are fixed token counts, early exit, the router if the checkpoint has one, both together, and the oracle: for each image the
-cheapest operating point that is still right. Probes and the router are in the GFLOPs, and times are those of real calls.
-Prints a table, and writes CSV, JSON and plots to `--output`.
+cheapest operating point that is still right. Probes and the router are in the GFLOPs, and times are those of real calls. Beside
+each row stands what the best fixed configuration (tokens, width and depth) gets right that costs no more. Early exit is by the
+checkpoint's temperatures, if it was calibrated. Prints a table, and writes CSV, JSON and plots to `--output`.
 """
 
 import csv
@@ -13,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +37,9 @@ class PolicyTableArguments:
     tokens: list[int] | None = field(
         default=None, metadata={"help": "Fixed token counts, by default the trained ones."}
     )
-    exit_thresholds: list[float] = field(default_factory=lambda: [0.8, 0.9, 0.95])
+    exit_thresholds: list[float] = field(
+        default_factory=lambda: [0.8, 0.9, 0.95], metadata={"help": "The checkpoint's own is added, if it has one."}
+    )
     batch_size: int = field(default=64, metadata={"help": "Also the larger batch that is timed."})
     timed_images: int = field(default=64, metadata={"help": "Images of each timed run; 0 times nothing."})
 
@@ -58,6 +62,7 @@ class Row:
     tokens: dict[int, float] | None = None
     ms_batch_1: float | None = None
     ms_large_batch: float | None = None
+    best_fixed: float | None = None  # accuracy of the best fixed configuration that costs no more, if there is one
 
 
 @torch.no_grad()
@@ -67,7 +72,8 @@ def collect(model: AdaPerceiverForImageClassification, batches: Any, accelerator
     for pixel_values, labels in tqdm(batches, "answers", unit="batch", disable=not accelerator.is_main_process):
         grids = [model.logits_grid(pixel_values, width=width).float() for width in model.config.widths]
         right = torch.stack([grid.argmax(dim=-1) == labels for grid in grids])
-        confidence = grids[-1].softmax(dim=-1).amax(dim=-1)
+        temperatures = torch.tensor(model.adaptive_config.exit_temperatures or 1.0, device=labels.device)
+        confidence = (grids[-1] / temperatures.view(-1, 1, 1, 1)).softmax(dim=-1).amax(dim=-1)
         router = model.adaperceiver.router
         routed = (
             None if router is None else router.logits(model.adaperceiver.embeddings(pixel_values)).argmax(dim=-1).cpu()
@@ -133,20 +139,26 @@ def policy_rows(
         for threshold in thresholds:
             call = {"policy": "router", "exit_threshold": threshold}
             rows.append(leaving(routed, threshold, f"router (τ = {threshold})", call))
-    return [*rows, oracle_row(model, answers)]
+    rows.append(oracle_row(model, answers))
+    of_grid, costs = answers.right.flatten(0, 2).float().mean(dim=1), grid_gflops(model)
+    for row in rows:
+        affordable = of_grid[costs <= row.gflops * (1 + 1e-6)]
+        row.best_fixed = affordable.max().item() if len(affordable) else None
+    return rows
+
+
+def grid_gflops(model: AdaPerceiverForImageClassification) -> torch.Tensor:
+    """(points,): those of one image at each point of the trained grid, in the order of `Answers.right`"""
+    config = model.config
+    points = product(config.widths, range(1, config.num_hidden_layers + 1), config.token_granularities)
+    return torch.tensor(
+        [model.flops(width=width, depth=depth, tokens=count)["total"] / 1e9 for width, depth, count in points]
+    )
 
 
 def oracle_row(model: AdaPerceiverForImageClassification, answers: Answers) -> Row:
     """The cheapest operating point that is still right, for each image; the cheapest of all where none is."""
-    config = model.config
-    points = [
-        (width, depth, count)
-        for width in config.widths
-        for depth in range(1, config.num_hidden_layers + 1)
-        for count in config.token_granularities
-    ]
-    costs = [model.flops(width=width, depth=depth, tokens=count)["total"] / 1e9 for width, depth, count in points]
-    costs = torch.tensor(costs)[:, None]
+    costs = grid_gflops(model)[:, None]
     right = answers.right.flatten(0, 2)  # (points, N)
     best = torch.where(right, costs, float("inf")).amin(dim=0)
     best = torch.where(best.isinf(), costs.min(), best)
@@ -175,17 +187,20 @@ def add_times(
 
 
 def print_table(rows: Sequence[Row], batch_size: int) -> None:
-    print(f"{'policy':36} {'right':>8} {'GFLOPs':>9} {'ms, batch 1':>12} {f'batch {batch_size}':>10}")
+    print(
+        f"{'policy':36} {'right':>8} {'best fixed':>11} {'GFLOPs':>9} {'ms, batch 1':>12} {f'batch {batch_size}':>10}"
+    )
     for row in rows:
-        times = [f"{value:.2f}" if value is not None else "" for value in (row.ms_batch_1, row.ms_large_batch)]
-        print(f"{row.policy:36} {row.accuracy:8.2%} {row.gflops:9.4g} {times[0]:>12} {times[1]:>10}")
+        times = [f"{value:.3f}" if value is not None else "" for value in (row.ms_batch_1, row.ms_large_batch)]
+        fixed = "" if row.best_fixed is None else f"{row.best_fixed:.2%}"
+        print(f"{row.policy:36} {row.accuracy:8.2%} {fixed:>11} {row.gflops:9.4g} {times[0]:>12} {times[1]:>10}")
 
 
 def write(rows: Sequence[Row], folder: Path, description: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     records = [vars(row) for row in rows]
     (folder / "policies.json").write_text(json.dumps({**description, "rows": records}, indent=1) + "\n")
-    columns = ["policy", "accuracy", "gflops", "ms_batch_1", "ms_large_batch"]
+    columns = ["policy", "accuracy", "best_fixed", "gflops", "ms_batch_1", "ms_large_batch"]
     with open(folder / "policies.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         writer.writeheader()
@@ -231,7 +246,9 @@ def main(arguments: Sequence[str]) -> None:
     args, data = parser.parse_args_into_dataclasses(list(arguments))
     accelerator = Accelerator()
     model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
-    model.adaptive_config = AdaptiveConfig(attention=model.adaptive_config.attention)
+    own = model.adaptive_config
+    model.adaptive_config = AdaptiveConfig(attention=own.attention, exit_temperatures=own.exit_temperatures)
+    thresholds = sorted({*args.exit_thresholds, own.exit_threshold} - {None})
     granularities = model.config.token_granularities
     tokens = granularities if args.tokens is None else args.tokens
     if not set(tokens) <= set(granularities):
@@ -242,7 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
     if not accelerator.is_main_process:
         return
-    rows = policy_rows(model, answers, tokens, args.exit_thresholds)
+    rows = policy_rows(model, answers, tokens, thresholds)
     if args.timed_images:
         first, _ = next(iter(validation_batches(dataset, processor, args.timed_images, Accelerator())))
         add_times(model, rows, first, args.batch_size)

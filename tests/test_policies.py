@@ -328,16 +328,17 @@ def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_pa
 # --- the table: examples/evaluate_policies.py
 
 
-@pytest.fixture
-def answered(model):
+def answers_of(model):
     torch.manual_seed(2)
     batches = [(images(size), torch.randint(0, 10, (size,))) for size in (6, 5)]
     return batches, evaluate_policies.collect(model, batches, Accelerator(cpu=True))
 
 
+@pytest.mark.parametrize("temperatures", [None, [3.0, 0.5]])
 @torch.no_grad()
-def test_every_row_is_what_its_call_would_give(model, answered):
-    batches, answers = answered
+def test_every_row_is_what_its_call_would_give(temperatures, model):
+    model.adaptive_config = AdaptiveConfig(exit_temperatures=temperatures)
+    batches, answers = answers_of(model)
     rows = evaluate_policies.policy_rows(model, answers, [4, 16], [0.3, 0.5])
     assert [row.policy for row in rows if row.call is None] == ["oracle"]
     assert len(rows) == 2 + 4 + 1 + 2 + 1
@@ -359,8 +360,8 @@ def test_every_row_is_what_its_call_would_give(model, answered):
 
 
 @torch.no_grad()
-def test_the_oracle_takes_the_cheapest_point_that_is_right(model, answered):
-    batches, answers = answered
+def test_the_oracle_takes_the_cheapest_point_that_is_right_and_rows_know_the_best_fixed_one(model):
+    batches, answers = answers_of(model)
     row = evaluate_policies.oracle_row(model, answers)
     grid = [
         {"tokens": tokens, "width": width, "depth": depth}
@@ -369,15 +370,19 @@ def test_the_oracle_takes_the_cheapest_point_that_is_right(model, answered):
         for depth in (1, 2)
     ]
     cost = {index: model.flops(**point)["total"] / 1e9 for index, point in enumerate(grid)}
-    spent, solved = [], 0
+    spent, solved, found = [], 0, torch.zeros(len(grid))
     for pixel_values, labels in batches:
         right = [(model(pixel_values, **point).logits.argmax(dim=-1) == labels).tolist() for point in grid]
         for image in range(len(labels)):
             cheapest = [cost[index] for index in cost if right[index][image]]
             spent.append(min(cheapest or cost.values()))
             solved += bool(cheapest)
+        found += torch.tensor(right).sum(dim=1)
     assert row.accuracy == pytest.approx(solved / 11)
     assert row.gflops == pytest.approx(sum(spent) / 11, rel=1e-5)
+    for row in evaluate_policies.policy_rows(model, answers, [4, 16], [0.3]):
+        affordable = [found[index].item() / 11 for index in cost if cost[index] <= row.gflops * (1 + 1e-6)]
+        assert row.best_fixed == pytest.approx(max(affordable)), row.policy
 
 
 def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
