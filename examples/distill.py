@@ -84,7 +84,8 @@ class DistillationArguments:
         },
     )
     cached_shift: int = field(
-        default=0, metadata={"help": "Move kept views by up to that many pixels as they are used, as with cached_flips."}
+        default=0,
+        metadata={"help": "Move kept views by up to that many pixels as they are used, as with cached_flips."},
     )
 
 
