@@ -3,9 +3,10 @@ Find the exit threshold that keeps the accuracy of the full model, and write it 
 
     python examples/calibrate.py --model checkpoints/adaperceiver-tiny-cifar10 --dataset path/to/cifar10 --max_drop 0.005
 
-Give it images that the model was not trained on. One half finds a temperature for each depth and then the lowest threshold at which
-early exit loses at most `--max_drop` of the images that the full model gets right, with probability `--confidence`; the other
-half, which had no part in it, says what that gives. The result goes into `adaptive_config.json`, where every call finds it.
+Give it images that the model was not trained on. One fifth of them finds a temperature for each depth. Two fifths find the lowest
+threshold at which early exit loses at most `--max_drop` of the images, right with the full model and wrong without, with probability
+`--confidence`: the bound holds since they had no part in the temperatures. The other two say what that gives. The result goes
+into `adaptive_config.json`, where every call finds it.
 """
 
 import math
@@ -126,10 +127,11 @@ def main(arguments: Sequence[str]) -> None:
     point = {"tokens": args.tokens, "width": args.width}
     logits, labels = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), **point)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(args.seed))
-    find, check = order[: len(order) // 2], order[len(order) // 2 :]
+    fifth = len(order) // 5
+    fit, find, check = order[:fifth], order[fifth : 3 * fifth], order[3 * fifth :]
     temperatures = [1.0] * len(logits)
     if args.temperatures:
-        temperatures = [round(fit_temperature(of_depth[find], labels[find]), 4) for of_depth in logits]
+        temperatures = [round(fit_temperature(of_depth[fit], labels[fit]), 4) for of_depth in logits]
     scaled = logits / torch.tensor(temperatures)[:, None, None]
     threshold = find_threshold(scaled[:, find], labels[find], args.max_drop, args.confidence)
     if threshold is None:

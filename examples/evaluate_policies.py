@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ from timing import interleaved
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
 
-from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
+from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig, OperatingPoint
+from adaperceiver.policy_adaperceiver import Policy
 
 
 @dataclass
@@ -41,7 +42,7 @@ class PolicyTableArguments:
         default_factory=lambda: [0.8, 0.9, 0.95], metadata={"help": "The checkpoint's own is added, if it has one."}
     )
     batch_size: int = field(default=64, metadata={"help": "Also the larger batch that is timed."})
-    timed_images: int = field(default=64, metadata={"help": "Images of each timed run; 0 times nothing."})
+    timed_images: int = field(default=256, metadata={"help": "Images of each timed run; 0 times nothing."})
 
 
 class Answers(NamedTuple):
@@ -52,12 +53,29 @@ class Answers(NamedTuple):
     routed: torch.Tensor | None  # (N,), indices of granularities
 
 
+class Oracle(NamedTuple):
+    """For each image the cheapest operating point that is still right: a policy that no one has who does not know the labels."""
+
+    tokens: tuple[int, ...]
+    width: tuple[int, ...]
+    depth: tuple[int, ...]
+
+    def policy(self, images: slice) -> Policy:
+        """That of a batch of some of the images."""
+        of_batch = {name: values[images] for name, values in self._asdict().items()}
+
+        def choose(input_tokens: torch.Tensor, point: OperatingPoint) -> OperatingPoint:
+            return point._replace(**of_batch)
+
+        return choose
+
+
 @dataclass
 class Row:
     policy: str
     accuracy: float
     gflops: float
-    call: dict[str, Any] | None = None  # how to ask for it; the oracle cannot be asked
+    call: dict[str, Any] | Oracle  # how to ask for it
     exit_depths: dict[int, float] | None = None  # share of the images
     tokens: dict[int, float] | None = None
     ms_batch_1: float | None = None
@@ -79,7 +97,8 @@ def collect(model: AdaPerceiverForImageClassification, batches: Any, accelerator
             None if router is None else router.logits(model.adaperceiver.embeddings(pixel_values)).argmax(dim=-1).cpu()
         )
         parts.append(Answers(right.cpu(), confidence.cpu(), routed))
-    parts = gather_object(parts) if accelerator.num_processes > 1 else parts
+    if accelerator.num_processes > 1:  # which took turns
+        parts = [part for turn in zip_longest(*gather_object([parts])) for part in turn if part is not None]
     if not parts:
         raise SystemExit("There is nothing to evaluate on: the data set has no image that can be read.")
     right, confidence, routed = zip(*parts)
@@ -157,31 +176,45 @@ def grid_gflops(model: AdaPerceiverForImageClassification) -> torch.Tensor:
 
 
 def oracle_row(model: AdaPerceiverForImageClassification, answers: Answers) -> Row:
-    """The cheapest operating point that is still right, for each image; the cheapest of all where none is."""
-    costs = grid_gflops(model)[:, None]
+    """The cheapest of all points where none is right."""
+    config, costs = model.config, grid_gflops(model)
     right = answers.right.flatten(0, 2)  # (points, N)
-    best = torch.where(right, costs, float("inf")).amin(dim=0)
-    best = torch.where(best.isinf(), costs.min(), best)
-    return Row("oracle", right.any(dim=0).float().mean().item(), best.mean().item())
+    best = torch.where(right, costs[:, None], float("inf")).argmin(dim=0)
+    best = torch.where(right.any(dim=0), best, costs.argmin())
+    shape = answers.right.shape[:3]
+    width, depth, tokens = torch.unravel_index(best, shape)
+    depths = list(range(1, config.num_hidden_layers + 1))
+    oracle = Oracle(
+        *(
+            tuple(values[index] for index in chosen.tolist())
+            for values, chosen in ((config.token_granularities, tokens), (config.widths, width), (depths, depth))
+        )
+    )
+    return Row(
+        "oracle",
+        right.any(dim=0).float().mean().item(),
+        costs[best].mean().item(),
+        oracle,
+        shares(depth, depths),
+        shares(tokens, config.token_granularities),
+    )
 
 
 def add_times(
     model: AdaPerceiverForImageClassification, rows: list[Row], pixel_values: torch.Tensor, size: int
 ) -> None:
-    """Milliseconds an image of real calls on real images, one at a time and in batches; all rows take turns."""
+    """Milliseconds an image of real calls on the first images, one at a time and in batches; all rows take turns."""
 
-    def run(call: dict[str, Any], batch: int) -> None:
-        for part in pixel_values.split(batch):
-            model(part, **call)
+    def run(call: dict[str, Any] | Oracle, batch: int) -> None:
+        for start in range(0, len(pixel_values), batch):
+            part = slice(start, min(start + batch, len(pixel_values)))
+            model(pixel_values[part], **({"policy": call.policy(part)} if isinstance(call, Oracle) else call))
 
-    callable_rows = [row for row in rows if row.call is not None]
     runs = {
-        (row.policy, batch): lambda call=row.call, batch=batch: run(call, batch)
-        for row in callable_rows
-        for batch in (1, size)
+        (row.policy, batch): lambda call=row.call, batch=batch: run(call, batch) for row in rows for batch in (1, size)
     }
-    times = interleaved(runs, repeats=3, name="milliseconds")
-    for row in callable_rows:
+    times = interleaved(runs, repeats=5, name="milliseconds")
+    for row in rows:
         row.ms_batch_1 = times[row.policy, 1] / len(pixel_values)
         row.ms_large_batch = times[row.policy, size] / len(pixel_values)
 
@@ -198,7 +231,7 @@ def print_table(rows: Sequence[Row], batch_size: int) -> None:
 
 def write(rows: Sequence[Row], folder: Path, description: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    records = [vars(row) for row in rows]
+    records = [{**vars(row), "call": None if isinstance(row.call, Oracle) else row.call} for row in rows]
     (folder / "policies.json").write_text(json.dumps({**description, "rows": records}, indent=1) + "\n")
     columns = ["policy", "accuracy", "best_fixed", "gflops", "ms_batch_1", "ms_large_batch"]
     with open(folder / "policies.csv", "w", newline="") as file:
