@@ -22,16 +22,17 @@ ROOT = Path(__file__).parents[1]
 CALLS = [
     {},
     {"tokens": 16},
-    {"tokens": 8},
     {"tokens": 4},
-    {"width": 16},
+    {"tokens": 1},
+    {"width": 32},
+    {"width": 8},
     {"depth": 4},
     {"depth": 2},
-    {"tokens": 8, "depth": 4},
-    {"tokens": 4, "width": 16, "depth": 2},
+    {"tokens": 4, "depth": 3},
+    {"tokens": 1, "width": 8, "depth": 1},
     {"exit_threshold": 0.95},
     {"exit_threshold": 0.8},
-    {"max_gflops": 0.1},
+    {"max_gflops": 0.08},
 ]
 BUDGETS = [{}, {"tokens": 4}, {"depth": 2}, {"exit_threshold": 0.8}]  # for the single images
 BATCH = 50
