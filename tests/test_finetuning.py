@@ -278,7 +278,7 @@ def test_depth_by_default_is_well_above_chance(tmp_path):
 
 def test_the_recipes_name_only_known_arguments():
     scripts = {
-        run_image_classification: ["imagenet1k", "cifar10_labels", "scenes_classification"],
+        run_image_classification: ["imagenet1k", "scenes_classification"],
         run_semantic_segmentation: ["ade20k", "scenes_segmentation"],
         run_depth_estimation: ["nyuv2", "scenes_depth"],
     }
