@@ -1,7 +1,7 @@
 """
 Train one AdaPerceiver for every number of tokens, every width and every depth, from a teacher.
 
-    accelerate launch examples/distill.py                                    # procedural scenes, about five minutes
+    accelerate launch examples/distill.py                                    # procedural scenes, minutes
     accelerate launch examples/distill.py examples/recipes/cifar10.yaml --dataset path/to/cifar10
     accelerate launch examples/distill.py examples/recipes/imagenet12k.yaml --output_dir runs/paper --resume
 
