@@ -101,6 +101,20 @@ def test_a_policy_may_be_any_function_and_several_follow_each_other(model):
 
 
 @torch.no_grad()
+def test_a_policy_may_let_some_images_leave_early(model):
+    pixel_values = images(8)
+    thresholds = (0.0, 1.0) * 4
+
+    def every_other(input_tokens, point):
+        return point._replace(exit_threshold=thresholds)
+
+    chosen_by_policy = model(pixel_values, policy=every_other)
+    asked_for = model(pixel_values, exit_threshold=list(thresholds))
+    assert chosen_by_policy.exit_depth.tolist() == [1, 2] * 4
+    assert_equal(chosen_by_policy.logits, asked_for.logits)
+
+
+@torch.no_grad()
 def test_fixed_wins_over_a_saved_router(model):
     pixel_values = images(4)
     model.adaptive_config = AdaptiveConfig(policy="router", tokens=8)
