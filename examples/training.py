@@ -114,7 +114,8 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
 def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArguments) -> None:
     """Any recipe as a run of a minute or two, to see that everything is in its place."""
     data.train_samples, data.validation_samples = 64, 32
-    optimization.batch_size = optimization.micro_batch_size = 8
+    optimization.micro_batch_size = 8
+    optimization.batch_size = 8 * int(os.environ.get("WORLD_SIZE", 1))  # one micro-batch for each process
     optimization.steps, optimization.epochs, optimization.warmup_steps = 4, None, 1
     optimization.start_precondition_step, optimization.precondition_frequency = 2, 2
     run.log_steps, run.save_steps, run.eval_steps = 1, 2, 0

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -551,6 +552,13 @@ def test_cached_views_train(arguments, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def test_a_smoke_run_fits_any_number_of_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    optimization = training.OptimizationArguments()
+    training.shrink(training.RunArguments(), data.DataArguments(), optimization)
+    assert training.micro_batches_per_step(optimization, SimpleNamespace(num_processes=3)) == 1
 
 
 def test_the_command_line_wins_over_the_stage_which_wins_over_the_recipe(tmp_path):
