@@ -145,9 +145,7 @@ def main() -> None:
     measure(classifier, images, results)
     print_table(results)
     noise = 100 * (results[0].accuracy * (1 - results[0].accuracy) / len(images)) ** 0.5
-    print(
-        f"\n{len(images)} images tell accuracies apart to about {noise:.1f} points; those of 10,000 are in the checkpoint's card."
-    )
+    print(f"\n{len(images)} images tell accuracies apart to about {noise:.1f} points.")
     step = max(len(images) // 6, 1)
     print_images(classifier, images[::step], labels[::step])
     figure = Path(arguments.output) / "accuracy.png"

@@ -181,8 +181,7 @@ def oracle_row(model: AdaPerceiverForImageClassification, answers: Answers) -> R
     right = answers.right.flatten(0, 2)  # (points, N)
     best = torch.where(right, costs[:, None], float("inf")).argmin(dim=0)
     best = torch.where(right.any(dim=0), best, costs.argmin())
-    shape = answers.right.shape[:3]
-    width, depth, tokens = torch.unravel_index(best, shape)
+    width, depth, tokens = torch.unravel_index(best, answers.right.shape[:3])
     depths = list(range(1, config.num_hidden_layers + 1))
     oracle = Oracle(
         *(

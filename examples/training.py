@@ -115,10 +115,15 @@ def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArg
     """Any recipe as a run of a minute or two, to see that everything is in its place."""
     data.train_samples, data.validation_samples = 64, 32
     optimization.micro_batch_size = 8
-    optimization.batch_size = 8 * int(os.environ.get("WORLD_SIZE", 1))  # one micro-batch for each process
+    optimization.batch_size = 8 * started_processes()  # one micro-batch for each
     optimization.steps, optimization.epochs, optimization.warmup_steps = 4, None, 1
     optimization.start_precondition_step, optimization.precondition_frequency = 2, 2
     run.log_steps, run.save_steps, run.eval_steps = 1, 2, 0
+
+
+def started_processes() -> int:
+    """By the launcher, whether Accelerate sees them or not."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]] | None:
@@ -128,7 +133,7 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
     """
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
     arguments = {name: value for group in groups for name, value in vars(group).items()}
-    folder, started = Path(run.output_dir), int(os.environ.get("WORLD_SIZE", 1))
+    folder, started = Path(run.output_dir), started_processes()
     if started != accelerator.num_processes:  # each would train alone, all into one folder
         raise SystemExit(
             f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
