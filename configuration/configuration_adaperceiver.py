@@ -33,8 +33,13 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         image_size (`int`, defaults to 224):
             Side of the training images. Other sizes run too: the position embedding is resampled to their grid.
         stem_layers (`list[list[int]]`, *optional*):
-            A convolutional stem in place of the patch convolution: channels and stride of its 3x3 convolutions. The strides
-            must multiply to `patch_size`.
+            A convolutional stem in place of the patch convolution, whose strides must multiply to `patch_size`. A row
+            `[channels, stride]` is a 3x3 convolution with GroupNorm. A row `[channels, stride, kernel, expansion]` is an
+            inverted residual block as in MobileNet and EfficientNet-Lite, with its batch norms folded; expansion 0 stands for
+            the single convolution that such networks start with.
+        image_mean, image_std (`list[float]`, *optional*):
+            Normalisation of the pixels, for `image_processor_for`. Defaults to CLIP's; a stem that comes from another network
+            needs that of this network.
         ffn_ratio (`float`, defaults to 2.57):
             Hidden units of an FFN per unit of width, `int(width * ffn_ratio)`.
         hidden_act (`str`, defaults to `"gelu"`):
@@ -98,6 +103,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     patch_size: int = 14
     num_channels: int = 3
     stem_layers: list[list[int]] | tuple[tuple[int, ...], ...] | None = None
+    image_mean: list[float] | tuple[float, ...] | None = None
+    image_std: list[float] | tuple[float, ...] | None = None
     hidden_size: int = 832
     num_hidden_layers: int = 21
     num_attention_heads: int = 13
@@ -172,12 +179,19 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             )
         if self.stem_layers is not None:
             layers = [list(layer) for layer in self.stem_layers]
-            if any(len(layer) != 2 or min(layer) < 1 for layer in layers):
-                raise ValueError(f"`stem_layers` must be pairs of channels and stride, each at least 1, got {layers}.")
-            if math.prod(stride for _, stride in layers) != self.patch_size:
+            if any(len(layer) not in (2, 4) or min(layer[:3]) < 1 or min(layer) < 0 for layer in layers):
+                raise ValueError(
+                    "`stem_layers` must be rows of channels and stride, or of channels, stride, kernel and expansion, each at "
+                    f"least 1 (expansion: 0), got {layers}."
+                )
+            if math.prod(layer[1] for layer in layers) != self.patch_size:
                 raise ValueError(
                     f"`stem_layers` must have strides that multiply to `patch_size` ({self.patch_size}), got {layers}."
                 )
+        for name in ("image_mean", "image_std"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != self.num_channels or (name == "image_std" and min(values) <= 0)):
+                raise ValueError(f"`{name}` must hold one number per channel ({self.num_channels}), got {values}.")
         unknown = set(self.adaptive_axes or ()) - set(AXES)
         if unknown:
             raise ValueError(f"`adaptive_axes` must be among {AXES}, got {self.adaptive_axes}.")

@@ -8,6 +8,7 @@ an interruption, the same effective batches see the same augmentations.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,18 @@ class DataArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
     train_split: str = "train"
     validation_split: str | None = field(
-        default=None, metadata={"help": "By default the first of validation, val and test that exists."}
+        default=None, metadata={"help": "By default validation or val, or else images held out of the training split."}
+    )
+    holdout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the training images, the same of every class, that is kept apart for validation; 0.05 by "
+            "default where the data have no validation split. No training reads a test split."
+        },
+    )
+    test_split: str | None = field(
+        default=None,
+        metadata={"help": "What the final scores are of: by default the first of test, validation and val."},
     )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
@@ -51,7 +63,9 @@ class DataArguments:
         default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
     )
     shuffle_buffer: int = 10_000
-    train_samples: int | None = field(default=None, metadata={"help": "Use the first images alone, for a trial."})
+    train_samples: int | None = field(
+        default=None, metadata={"help": "Use that many images alone, the same share of every class."}
+    )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
@@ -61,11 +75,18 @@ def load_splits(args: DataArguments) -> tuple[Dataset | IterableDataset, Dataset
     if args.dataset == "scenes":
         train = scenes(args.train_samples or 8000, split="train")
         validation = scenes(args.validation_samples or 1000, split="validation")
-    else:
-        splits = load_any(args.dataset, args.dataset_config, streaming=args.streaming)
-        train, validation = two_splits(splits, args)
-    train = standard_columns(train, args, args.train_samples)
-    return train, standard_columns(validation, args, args.validation_samples)
+        return standard_columns(train, "train", args), standard_columns(validation, "validation", args)
+    splits = load_any(args.dataset, args.dataset_config, streaming=args.streaming)
+    train, validation = two_splits(splits, args, partial(standard_columns, args=args))
+    return subset(train, args.train_samples), subset(validation, args.validation_samples)
+
+
+def load_test(args: DataArguments) -> Dataset:
+    """The images of the final scores, with the same columns."""
+    if args.dataset == "scenes":
+        return standard_columns(scenes(args.validation_samples or 1000, split="validation"), "test", args)
+    name, split = test_split(load_any(args.dataset, args.dataset_config), args)
+    return subset(standard_columns(split, name, args), args.validation_samples)
 
 
 def load_any(path: str, config: str | None = None, **options) -> dict[str, Dataset | IterableDataset]:
@@ -79,29 +100,83 @@ def load_any(path: str, config: str | None = None, **options) -> dict[str, Datas
         raise SystemExit(f"--dataset {path}{where} could not be loaded: {error}") from error
 
 
-def two_splits(splits: Mapping[str, Dataset], args: Any) -> tuple[Dataset | IterableDataset, Dataset]:
-    """Those that `args.train_split` and `args.validation_split` name."""
-    names = [args.validation_split] if args.validation_split else ["validation", "val", "test"]
+def two_splits(
+    splits: Mapping[str, Dataset], args: Any, standard: Callable[..., Dataset]
+) -> tuple[Dataset | IterableDataset, Dataset]:
+    """
+    Training and validation data in the form that `standard` gives a split. Validation data are the split that is named, or
+    images that are held out of the training split: never those of a test split that is not asked for by name.
+    """
+    names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
-    if args.train_split not in splits or validation_split is None:
-        wanted = f"{args.train_split!r} and one of {names}"
+    if args.train_split not in splits or (args.validation_split and validation_split is None):
+        wanted = " and ".join(repr(name) for name in (args.train_split, args.validation_split) if name)
         raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
-    return splits[args.train_split], splits[validation_split]
+    train = standard(splits[args.train_split], args.train_split)
+    if args.holdout is None and validation_split is not None:
+        return train, standard(splits[validation_split], validation_split)
+    if args.validation_split:
+        raise SystemExit(
+            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
+        )
+    share = 0.05 if args.holdout is None else args.holdout
+    if not 0 < share < 1:
+        raise SystemExit(f"--holdout must be above 0 and below 1, got {share}.")
+    if not isinstance(train, Dataset):
+        raise SystemExit(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
+    return hold_out(train, share)
 
 
-def standard_columns(split: Dataset | IterableDataset, args: DataArguments, samples: int | None):
+def test_split(splits: Mapping[str, Dataset], args: Any) -> tuple[str, Dataset]:
+    names = [args.test_split] if args.test_split else ["test", "validation", "val"]
+    name = next((name for name in names if name in splits), None)
+    if name is None:
+        raise SystemExit(f"--dataset {args.dataset} must have one of the splits {names}, it has {list(splits)}.")
+    return name, splits[name]
+
+
+def hold_out(split: Dataset, share: float, seed: int = 0) -> tuple[Dataset, Dataset]:
+    """What is left of `split`, and `share` of its images. Every script holds out the same ones."""
+    order = stratified_order(split, seed)
+    count = min(max(round(share * len(order)), 1), len(order) - 1)
+    return split.select(np.sort(order[count:])), split.select(np.sort(order[:count]))
+
+
+def subset(split: Dataset | IterableDataset, samples: int | None, seed: int = 0) -> Dataset | IterableDataset:
+    """`samples` of the images, the same share of every class."""
+    if samples is None or (isinstance(split, Dataset) and samples >= len(split)):
+        return split
+    if samples < 1:
+        raise SystemExit(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
+    if not isinstance(split, Dataset):
+        return split.take(samples)
+    return split.select(np.sort(stratified_order(split, seed)[:samples]))
+
+
+def stratified_order(split: Dataset, seed: int) -> np.ndarray:
+    """A random order of the images, any beginning of which has the same share of every class, where classes are known."""
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(split))
+    labels = split.with_format("arrow")["label"] if "label" in split.column_names else None
+    if labels is None or not pyarrow.types.is_integer(split.features["label"].pa_type):
+        return order
+    classes = labels.to_numpy()[order] if hasattr(labels, "to_numpy") else np.asarray(labels)[order]
+    position = np.empty(len(order))
+    for label in np.unique(classes):
+        rows = np.flatnonzero(classes == label)
+        position[rows] = (np.arange(len(rows)) + generator.random(len(rows))) / len(rows)
+    return order[np.argsort(position, kind="stable")]
+
+
+def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArguments):
     features = split.features or {}
     image = args.image_column or next((n for n, f in features.items() if isinstance(f, Image)), None)
     label = args.label_column or next((n for n in ("label", "labels", "cls", "fine_label") if n in features), None)
-    for option, name in (("image_column", image), ("label_column", label)):
-        if name not in features:
-            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {name}.")
-    if isinstance(split, Dataset):
-        if len(split) == 0:
-            raise SystemExit(f"--dataset {args.dataset} has an empty split.")
-        split = split.select(range(min(samples or len(split), len(split))))
-    elif samples:
-        split = split.take(samples)
+    for option, column in (("image_column", image), ("label_column", label)):
+        if column not in features:
+            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
+    if isinstance(split, Dataset) and len(split) == 0:
+        raise SystemExit(f"--dataset {args.dataset} has no images in its {name} split.")
     names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
     split = split.select_columns([image, label]).rename_columns(names)
     return split.cast_column("image", Image(decode=False))

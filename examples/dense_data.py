@@ -16,6 +16,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from data import LABELS, check_label_map, decode, load_any, own_pairs, read_label_map, seed_of, two_splits
+from data import LABELS, check_label_map, decode, load_any, own_pairs, read_label_map, seed_of, subset, two_splits
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from scenes import MASK_LABELS, scenes
@@ -60,7 +61,18 @@ class DenseDataArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
     train_split: str = "train"
     validation_split: str | None = field(
-        default=None, metadata={"help": "By default the first of validation, val and test that exists."}
+        default=None, metadata={"help": "By default validation or val, or else images held out of the training split."}
+    )
+    holdout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the training images that is kept apart for validation; 0.05 by default where the data have no "
+            "validation split. No training reads a test split."
+        },
+    )
+    test_split: str | None = field(
+        default=None,
+        metadata={"help": "What the final scores are of: by default the first of test, validation and val."},
     )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
@@ -75,7 +87,7 @@ class DenseDataArguments:
         default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
     )
     depth_offset: float = 0.0
-    train_samples: int | None = field(default=None, metadata={"help": "Use the first images alone, for a trial."})
+    train_samples: int | None = field(default=None, metadata={"help": "Use that many images alone, for a trial."})
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
@@ -331,14 +343,11 @@ def standard_splits(
         )
     chosen = ("reduce_labels", "ignored_class", "depth_scale", "depth_offset")
     encoding = replace(encoding, **{name: getattr(args, name) for name in chosen if getattr(args, name) is not None})
-    train, validation = two_splits(splits, args)
-    train = standard_columns(train, args, encoding, args.train_samples, "train")
-    return train, standard_columns(validation, args, encoding, args.validation_samples, "validation")
+    train, validation = two_splits(splits, args, partial(standard_columns, args=args, encoding=encoding))
+    return subset(train, args.train_samples), subset(validation, args.validation_samples)
 
 
-def standard_columns(
-    split: Dataset, args: DenseDataArguments, encoding: Encoding, samples: int | None, name: str
-) -> Dataset:
+def standard_columns(split: Dataset, name: str, args: DenseDataArguments, encoding: Encoding) -> Dataset:
     features, kind = split.features, TARGETS[encoding.task]
     target = args.target_column or next((column for column in TARGET_NAMES[kind] if column in features), None)
     images = (
@@ -350,7 +359,6 @@ def standard_columns(
             raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
     if len(split) == 0:
         raise SystemExit(f"--dataset {args.dataset} has no samples in its {name} split.")
-    split = split.select(range(min(samples or len(split), len(split))))
     known = next((column for column in ("id", "__key__") if column in features), None)
     if known is None:
         known, split = "id", split.add_column("id", [f"{name}[{index}]" for index in range(len(split))])

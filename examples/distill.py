@@ -31,7 +31,7 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 from evaluation import along_axes, evaluate_grid, metrics_for, table_points
 from scenes import teacher as train_teacher
-from teacher import CachedMicroBatches, Teacher, cache_views
+from teacher import CachedMicroBatches, Teacher, cache_views, stem_of
 from training import (
     OptimizationArguments,
     RunArguments,
@@ -66,6 +66,17 @@ class DistillationArguments:
         default="scenes", metadata={"help": 'A hub id or folder of an image classifier; "scenes" trains a small one.'}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the teacher."})
+    teacher_size: int | None = field(
+        default=None, metadata={"help": "Side of the images that the teacher sees, if not that of its processor."}
+    )
+    stem_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "A hub id or folder of a MobileNet-like classifier whose first stages a new student starts with."
+        },
+    )
+    stem_stages: int = field(default=3, metadata={"help": "How many of its stages."})
+    freeze_stem: bool = field(default=False, metadata={"help": "Leave the convolutions of the stem as they are."})
     student: str = field(default="{}", metadata={"help": "Fields of AdaPerceiverConfig, as JSON; a file or the text."})
     init_from: str | None = field(default=None, metadata={"help": "A checkpoint to start from, e.g. another stage's."})
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
@@ -103,8 +114,19 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
         student = model_class.from_pretrained(args.init_from, **{**student_fields(args), **changes})
         teacher.check_labels(list(student.config.id2label.values()), f"--init_from {args.init_from}")
         return student
+    layers = []
+    if args.stem_from is not None:
+        source = teacher
+        if args.stem_from != teacher.name:
+            source = Teacher(args.stem_from, teacher.accelerator, args.trust_remote_code)
+        layers = stem_of(source.model, args.stem_stages)
+        changes["stem_layers"] = [row for row, _ in layers]
+        changes["image_mean"], changes["image_std"] = source.mean.flatten().tolist(), source.std.flatten().tolist()
     labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
-    return model_class(AdaPerceiverConfig(**{**student_fields(args), **labels, **changes}))
+    student = model_class(AdaPerceiverConfig(**{**student_fields(args), **labels, **changes}))
+    for layer, (_, weights) in zip(student.adaperceiver.embeddings.patch_embeddings, layers):
+        layer.load_state_dict(weights)
+    return student
 
 
 def evaluate(model, dataset, processor, accelerator, size: int = 250) -> dict:
@@ -158,8 +180,12 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     if distillation.teacher == "scenes":
         with accelerator.main_process_first():
             distillation.teacher = str(train_teacher(Path(run.output_dir).parent / "scenes-teacher"))
-    teacher = Teacher(distillation.teacher, accelerator, distillation.trust_remote_code)
+    teacher = Teacher(distillation.teacher, accelerator, distillation.trust_remote_code, distillation.teacher_size)
     student = build_student(distillation, teacher)
+    if distillation.freeze_stem:
+        if student.config.stem_layers is None:
+            raise SystemExit("--freeze_stem needs a student with a stem: --stem_from, or `stem_layers` in --student.")
+        student.adaperceiver.embeddings.patch_embeddings.freeze()
     processor = image_processor_for(student.config, "image-classification")
     training_data, validation_data = load_splits(data)
     teacher.check_labels(label_names(training_data), f"--dataset {data.dataset}")
@@ -235,7 +261,7 @@ def main(arguments: list[str]) -> None:
             shrink(run, data, optimization)
             distillation.student = json.dumps({**student_fields(distillation), "num_hidden_layers": 2})
         if before is not None:
-            distillation.init_from = before
+            distillation.init_from, distillation.stem_from = before, None
         run_stage(*stage)
         before = os.path.join(run.output_dir, "final")  # the EMA weights
     if PartialState().is_main_process:

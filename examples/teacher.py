@@ -25,13 +25,16 @@ class Teacher:
     Features are its last hidden states as a map: tokens that are not patches (class, registers) are dropped.
     """
 
-    def __init__(self, name: str, accelerator: Accelerator, trust_remote_code: bool = False):
+    def __init__(self, name: str, accelerator: Accelerator, trust_remote_code: bool = False, size: int | None = None):
         with accelerator.main_process_first():  # several processes that fetch remote code at once would race
             self.model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=trust_remote_code)
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-        self.name, self.id2label = name, dict(self.model.config.id2label)
+        self.name, self.accelerator, self.id2label = name, accelerator, dict(self.model.config.id2label)
         self.model = self.model.eval().requires_grad_(False).to(accelerator.device)
+        # Convolutions over single channels run twice as fast on a CPU with the channels last in memory.
+        self.model = self.model.to(memory_format=torch.channels_last)
         self.size, mean, std = preprocessing(processor)
+        self.size = self.size if size is None else (size, size)
         self.mean, self.std = (
             torch.tensor(values, device=accelerator.device)[:, None, None] for values in (mean, std)
         )
@@ -52,7 +55,7 @@ class Teacher:
     def pixel_values(self, images: torch.Tensor) -> torch.Tensor:
         if images.shape[-2:] != self.size:
             images = nn.functional.interpolate(images, self.size, mode="bicubic", antialias=True).clamp(0, 1)
-        return (images - self.mean) / self.std
+        return ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def logits(self, images: torch.Tensor) -> torch.Tensor:
@@ -76,6 +79,39 @@ class Teacher:
 
     def feature_size(self) -> int:
         return self.features(torch.zeros(1, 3, *self.size, device=self.mean.device), (1, 1)).shape[-1]
+
+
+def stem_of(network: nn.Module, stages: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    """
+    The first convolution and the first `stages` of a MobileNet-like network, as rows of `AdaPerceiverConfig.stem_layers` with
+    the weights of each layer; batch norms are folded into the convolutions before them.
+    """
+
+    def folded(layer: nn.Module) -> dict[str, torch.Tensor]:
+        conv, norm = layer.conv, layer.norm
+        scale = norm.weight / (norm.running_var + norm.eps).sqrt()
+        bias = norm.bias - norm.running_mean * scale
+        return {"weight": conv.weight * scale[:, None, None, None], "bias": bias}
+
+    try:
+        first = network.stem.conv
+        layers = [([first.out_channels, first.stride[0], first.kernel_size[0], 0], folded(network.stem))]
+        for block in [block for stage in network.stages[:stages] for block in stage]:
+            depthwise, project = block.depthwise.conv, block.project.conv
+            parts = {"depthwise": block.depthwise, "project": block.project}
+            expansion = 1
+            if hasattr(block.expand, "conv"):
+                parts["expand"] = block.expand
+                expansion = block.expand.conv.out_channels // block.expand.conv.in_channels
+            row = [project.out_channels, depthwise.stride[0], depthwise.kernel_size[0], expansion]
+            layers.append(
+                (row, {f"{part}.{name}": t for part, layer in parts.items() for name, t in folded(layer).items()})
+            )
+    except AttributeError as error:
+        raise SystemExit(
+            f"--stem_from must name a network of inverted residual blocks (`stem`, `stages`), got {type(network).__name__}."
+        ) from error
+    return layers
 
 
 def preprocessing(processor) -> tuple[tuple[int, int], Sequence[float], Sequence[float]]:
@@ -148,7 +184,7 @@ def cache_views(
     Make `views` augmented views of every image, with the teacher's logits, once: processes share the work, and a view
     that is complete is kept. The folder's name tells teacher, data and augmentation apart.
     """
-    description = [teacher.name, dataset._fingerprint, asdict(augment.args), augment.size, seed]
+    description = [teacher.name, teacher.size, dataset._fingerprint, asdict(augment.args), augment.size, seed]
     folder = folder / f"views-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]}"
     size = 64
     for view in range(accelerator.process_index, views, accelerator.num_processes):

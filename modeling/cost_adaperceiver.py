@@ -77,9 +77,16 @@ def patch_embedding_flops(config: AdaPerceiverConfig) -> int:
     if config.stem_layers is None:
         return 2 * config.num_channels * config.patch_size**2 * config.hidden_size
     flops, channels, side = 0, config.num_channels, config.patch_size
-    for out_channels, stride in config.stem_layers:
-        side //= stride
-        flops += 2 * side**2 * 9 * channels * out_channels
+    for out_channels, stride, *inverted in config.stem_layers:
+        before, side = side, side // stride
+        if not inverted or inverted[1] == 0:
+            kernel = inverted[0] if inverted else 3
+            flops += 2 * side**2 * kernel**2 * channels * out_channels
+        else:
+            kernel, expansion = inverted
+            hidden = channels * expansion
+            expand = before**2 * channels * hidden if expansion > 1 else 0
+            flops += 2 * (expand + side**2 * hidden * (kernel**2 + out_channels))
         channels = out_channels
     return flops + 2 * channels * config.hidden_size
 

@@ -210,25 +210,29 @@ else:
 
 def image_processor_for(config: AdaPerceiverConfig, task: str) -> BaseImageProcessor:
     """
-    The preprocessing of the paper for the model of `config`.
+    The preprocessing of the paper for the model of `config`, with the normalisation of `config` if it names one.
 
     - Classification and features: the shorter side to 256, the centre 224 x 224; in proportion for another `image_size`.
-      Models of less than 64 pixels see small images whole (CIFAR): the shorter side to `image_size`, no margin.
+      Models of up to 128 pixels see small images whole: the shorter side to `image_size`, no margin.
     - Segmentation (as ADE20K, labels reduced) to 518 x 518 and depth (as NYUv2) to 448 x 602; in proportion for models of
       less than 224 pixels, and rounded to whole patches.
     """
     side, patch = config.image_size, config.patch_size
     if task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
+    named = {name: getattr(config, name) for name in ("image_mean", "image_std")}
+    options = {name: list(values) for name, values in named.items() if values is not None}
     if task not in DENSE_SIZES:
-        resized = side if side < 64 else round(side * 256 / 224)
-        return AdaPerceiverImageProcessor(size={"shortest_edge": resized}, crop_size={"height": side, "width": side})
+        resized = side if side <= 128 else round(side * 256 / 224)
+        crop_size = {"height": side, "width": side}
+        return AdaPerceiverImageProcessor(size={"shortest_edge": resized}, crop_size=crop_size, **options)
     scale = min(1, side / 224)
     height, width = (max(1, round(scale * length / patch)) * patch for length in DENSE_SIZES[task])
     return AdaPerceiverImageProcessor(
         size={"height": height, "width": width},
         do_center_crop=False,
         do_reduce_labels=task == "image-segmentation",
+        **options,
     )
 
 

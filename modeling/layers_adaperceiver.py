@@ -120,21 +120,84 @@ class AdaPerceiverFFN(nn.Module):
         return self.activation(hidden) if gate is None else self.activation(gate) * hidden
 
 
+class AdaPerceiverConvolution(nn.Conv2d):
+    """A convolution with a folded batch norm, padded as TensorFlow pads, then ReLU6 unless it is `linear`."""
+
+    def __init__(
+        self, channels: int, out_channels: int, kernel: int, stride: int, groups: int = 1, linear: bool = False
+    ):
+        super().__init__(channels, out_channels, kernel, stride, groups=groups)
+        self.linear = linear
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, height, width) -> (batch, out_channels, height / stride, width / stride), rounded up"""
+        # The windows start at the first pixel; where the padding is odd, its larger half comes last.
+        height, width = (
+            max((-(-side // stride) - 1) * stride + kernel - side, 0)
+            for side, stride, kernel in zip(maps.shape[-2:], self.stride, self.kernel_size)
+        )
+        if height % 2 == 0 and width % 2 == 0:  # what a convolution can do by itself
+            padding = (height // 2, width // 2)
+        else:
+            maps = nn.functional.pad(maps, (width // 2, width - width // 2, height // 2, height - height // 2))
+            padding = (0, 0)
+        maps = nn.functional.conv2d(maps, self.weight, self.bias, self.stride, padding, groups=self.groups)
+        return maps if self.linear else nn.functional.relu6(maps)
+
+
+class AdaPerceiverInvertedResidual(nn.Module):
+    """Expand, filter every channel by itself, project: the block of MobileNet v2 and EfficientNet-Lite."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int, kernel: int, expansion: int):
+        super().__init__()
+        hidden = channels * expansion
+        self.expand = AdaPerceiverConvolution(channels, hidden, 1, 1) if expansion > 1 else None
+        self.depthwise = AdaPerceiverConvolution(hidden, hidden, kernel, stride, groups=hidden)
+        self.project = AdaPerceiverConvolution(hidden, out_channels, 1, 1, linear=True)
+        self.residual = stride == 1 and channels == out_channels
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        update = maps if self.expand is None else self.expand(maps)
+        update = self.project(self.depthwise(update))
+        return maps + update if self.residual else update
+
+
+class AdaPerceiverStem(nn.Sequential):
+    """Convolutions in place of the patch convolution: the layers of `config.stem_layers`, then a projection."""
+
+    def __init__(self, config: AdaPerceiverConfig):
+        layers, channels = [], config.num_channels
+        for out_channels, stride, *inverted in config.stem_layers:
+            if not inverted:
+                layers += [
+                    nn.Conv2d(channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False),
+                    nn.GroupNorm(1, out_channels, eps=config.layer_norm_eps),
+                    ACT2FN[config.hidden_act],
+                ]
+            elif inverted[1] == 0:
+                layers.append(AdaPerceiverConvolution(channels, out_channels, inverted[0], stride))
+            else:
+                layers.append(AdaPerceiverInvertedResidual(channels, out_channels, stride, *inverted))
+            channels = out_channels
+        super().__init__(*layers, nn.Conv2d(channels, config.hidden_size, kernel_size=1))
+        self.inverted = any(len(layer) == 4 for layer in config.stem_layers)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.inverted:  # filters over single channels run twice as fast with the channels last in memory
+            pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)
+        return super().forward(pixel_values)
+
+    def freeze(self) -> None:
+        """Train the projection alone: the layers before it, copied from a trained network, stay as they are."""
+        for layer in list(self)[:-1]:
+            layer.requires_grad_(False)
+
+
 def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
     """(batch, channels, height, width) -> (batch, hidden_size, height / patch_size, width / patch_size)"""
-    if config.stem_layers is None:
-        return nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size
-        )
-    layers, channels = [], config.num_channels
-    for out_channels, stride in config.stem_layers:
-        layers += [
-            nn.Conv2d(channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False),
-            nn.GroupNorm(1, out_channels, eps=config.layer_norm_eps),
-            ACT2FN[config.hidden_act],
-        ]
-        channels = out_channels
-    return nn.Sequential(*layers, nn.Conv2d(channels, config.hidden_size, kernel_size=1))
+    if config.stem_layers is not None:
+        return AdaPerceiverStem(config)
+    return nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size)
 
 
 class AdaPerceiverEmbeddings(nn.Module):

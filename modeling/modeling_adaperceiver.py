@@ -32,6 +32,7 @@ from .hub_adaperceiver import HubMixin
 from .layers_adaperceiver import (
     AdaPerceiverBlock,
     AdaPerceiverClassReadout,
+    AdaPerceiverConvolution,
     AdaPerceiverDenseReadout,
     AdaPerceiverEmbeddings,
     AdaPerceiverFFN,
@@ -181,6 +182,8 @@ class AdaPerceiverPreTrainedModel(HubMixin, CostMixin, PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, AdaPerceiverEmbeddings):
             init.normal_(module.position_embeddings, std=self.config.position_init_std)
+        elif isinstance(module, AdaPerceiverConvolution):  # no norm follows that would set the scale
+            init.kaiming_normal_(module.weight, nonlinearity="linear" if module.linear else "relu")
         elif isinstance(module, AdaPerceiverRead):
             init.normal_(module.latent_token, std=self.config.token_init_std)
         elif isinstance(module, AdaPerceiverClassReadout):

@@ -328,6 +328,7 @@ def test_the_cost_model_agrees_with_the_flop_counter_at_every_operating_point(mo
         {"use_swiglu_ffn": True},
         {"qkv_bias": False},
         {"stem_layers": [[6, 1], [8, 2], [10, 4]]},
+        {"stem_layers": [[6, 2, 3, 0], [8, 1, 3, 1], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2]]},
     ],
 )
 def test_the_cost_model_knows_the_variants(tiny_config, changes):

@@ -86,6 +86,10 @@ def test_widths_follow_the_hidden_size(hidden_size, widths):
         ("stem_layers", [[8, 2], [16, 2]]),  # patches of 4, not of 8
         ("stem_layers", [[8, 2], [16]]),
         ("stem_layers", [[0, 8]]),
+        ("stem_layers", [[8, 8, 3]]),  # a kernel without an expansion
+        ("stem_layers", [[8, 8, 0, 6]]),
+        ("image_mean", [0.5]),
+        ("image_std", [0.5, 0.5, 0.0]),
         *((name, 1.0) for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
         *((name, -0.1) for name in ("drop_path_rate", "head_dropout_prob")),
         ("min_depth", 0.0),
@@ -188,6 +192,7 @@ VARIANTS = {
     "own granularities": {"token_granularities": [5, 11], "widths": [7, 32]},
     "one channel": {"num_channels": 1},
     "stem": {"stem_layers": [[6, 1], [8, 2], [10, 4]]},
+    "inverted stem": {"stem_layers": [[6, 2, 3, 0], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2]]},
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import TINY, assert_equal
 from transformers import AutoImageProcessor, BitImageProcessorPil
+from transformers.image_utils import OPENAI_CLIP_MEAN
 from transformers.modeling_outputs import DepthEstimatorOutput, SemanticSegmenterOutput
 from transformers.utils import is_torchvision_available
 
@@ -41,7 +42,8 @@ def pixels(processor, image, **kwargs):
     [
         ({}, "image-classification", {"shortest_edge": 256}, 224),
         ({}, "image-feature-extraction", {"shortest_edge": 256}, 224),
-        ({"image_size": 112}, "image-classification", {"shortest_edge": 128}, 112),
+        ({"image_size": 168}, "image-classification", {"shortest_edge": 192}, 168),
+        ({"image_size": 112}, "image-classification", {"shortest_edge": 112}, 112),
         ({"image_size": 32, "patch_size": 4}, "image-classification", {"shortest_edge": 32}, 32),
         ({}, "image-segmentation", {"height": 518, "width": 518}, None),
         ({}, "depth-estimation", {"height": 448, "width": 602}, None),
@@ -58,6 +60,14 @@ def test_sizes_are_the_papers_in_whole_patches(changes, task, size, crop):
     assert processor.do_reduce_labels == (task == "image-segmentation")
     if crop is not None:
         assert dict(processor.crop_size) == {"height": crop, "width": crop}
+
+
+@pytest.mark.parametrize("task", ["image-classification", "image-segmentation", "depth-estimation"])
+def test_the_normalisation_is_that_of_the_config(task):
+    own = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    processor = image_processor_for(AdaPerceiverConfig(**own), task)
+    assert {name: list(getattr(processor, name)) for name in own} == own
+    assert list(image_processor_for(AdaPerceiverConfig(), task).image_mean) == OPENAI_CLIP_MEAN
 
 
 def test_other_tasks_are_refused_with_those_allowed(tiny_config):
