@@ -69,6 +69,9 @@ class DistillationArguments:
     teacher_size: int | None = field(
         default=None, metadata={"help": "Side of the images that the teacher sees, if not that of its processor."}
     )
+    compile_teacher: bool = field(
+        default=False, metadata={"help": "Compile the teacher (a minute), which pays where it answers for many images."}
+    )
     stem_from: str | None = field(
         default=None,
         metadata={
@@ -180,7 +183,13 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     if distillation.teacher == "scenes":
         with accelerator.main_process_first():
             distillation.teacher = str(train_teacher(Path(run.output_dir).parent / "scenes-teacher"))
-    teacher = Teacher(distillation.teacher, accelerator, distillation.trust_remote_code, distillation.teacher_size)
+    teacher = Teacher(
+        distillation.teacher,
+        accelerator,
+        distillation.trust_remote_code,
+        distillation.teacher_size,
+        distillation.compile_teacher,
+    )
     student = build_student(distillation, teacher)
     if distillation.freeze_stem:
         if student.config.stem_layers is None:

