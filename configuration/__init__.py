@@ -1,4 +1,4 @@
-from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
+from .configuration_adaperceiver import AdaPerceiverConfig
 
 
-__all__ = ["AdaPerceiverConfig", "AdaptiveConfig", "OperatingPoint"]
+__all__ = ["AdaPerceiverConfig"]

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
 from adaperceiver import AccuracyTable, AdaptiveConfig
-from adaperceiver.cost_adaperceiver import milliseconds
+from adaperceiver.adaptive_adaperceiver import interleaved
 
 
 @dataclass

@@ -10,8 +10,8 @@ from transformers import (
     AutoModelForSemanticSegmentation,
 )
 
-from .configuration import AdaPerceiverConfig, AdaptiveConfig, OperatingPoint
-from .cost_adaperceiver import AccuracyTable, LatencyProfile
+from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, LatencyProfile, OperatingPoint
+from .configuration import AdaPerceiverConfig
 from .image_processing_adaperceiver import (
     AdaPerceiverImageProcessor,
     AdaPerceiverImageProcessorPil,
@@ -26,13 +26,13 @@ from .modeling_adaperceiver import (
     AdaPerceiverModel,
     AdaPerceiverPreTrainedModel,
 )
+from .once_for_all_adaperceiver import OnceForAll
 from .pipeline_adaperceiver import (
     AdaPerceiverDepthEstimationPipeline,
     AdaPerceiverImageClassificationPipeline,
     AdaPerceiverImageFeatureExtractionPipeline,
     AdaPerceiverImageSegmentationPipeline,
 )
-from .training_adaperceiver import OnceForAll
 
 
 __version__ = "0.1.0"

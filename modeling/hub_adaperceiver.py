@@ -23,9 +23,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 from transformers.utils.hub import hf_api
 
-from .configuration_adaperceiver import AdaPerceiverConfig, AdaptiveConfig, optional_file
-from .cost_adaperceiver import AccuracyTable
+from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file
+from .configuration_adaperceiver import AdaPerceiverConfig
 from .image_processing_adaperceiver import image_processor_for
+from .tasks_adaperceiver import AUTO_MAP, TASKS
 
 
 logger = logging.getLogger(__name__)
@@ -43,27 +44,6 @@ PUSH_KWARGS = (
     "create_pr",
 )
 
-# All classes that a folder can be loaded with, whichever head was saved: `AutoModel` takes the trunk of any of them.
-AUTO_MAP = {
-    "AutoConfig": "configuration_adaperceiver.AdaPerceiverConfig",
-    "AutoModel": "modeling_adaperceiver.AdaPerceiverModel",
-    "AutoModelForImageClassification": "modeling_adaperceiver.AdaPerceiverForImageClassification",
-    "AutoModelForSemanticSegmentation": "modeling_adaperceiver.AdaPerceiverForSemanticSegmentation",
-    "AutoModelForDepthEstimation": "modeling_adaperceiver.AdaPerceiverForDepthEstimation",
-    "AutoBackbone": "modeling_adaperceiver.AdaPerceiverBackbone",
-}
-AUTO_CLASS_OF_TASK = {
-    "image-feature-extraction": "AutoModel",
-    "image-classification": "AutoModelForImageClassification",
-    "image-segmentation": "AutoModelForSemanticSegmentation",
-    "depth-estimation": "AutoModelForDepthEstimation",
-}
-OUTPUT_OF_TASK = {  # what the model card prints
-    "image-feature-extraction": "output_tokens",
-    "image-classification": "logits",
-    "image-segmentation": "logits",
-    "depth-estimation": "predicted_depth",
-}
 FINGERPRINT = "\n# Fingerprint of all source files in this folder: "
 
 CARD = """
@@ -177,7 +157,7 @@ class HubMixin:
         """
         config, ours = self.config, package_of(type(self).__module__) == package_of(__name__)
         self.config = copy.deepcopy(config)
-        self.config.output_tokens = self.base_model.output_tokens  # so that `AutoModel` finds what the head used
+        self.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
         self.config._auto_class = None
         for name in ("auto_map", "custom_pipelines"):
             vars(self.config).pop(name, None)
@@ -271,25 +251,14 @@ def custom_pipelines(task: str) -> dict[str, dict]:
     """The entry of the config by which `pipeline(task, folder)` finds the pipeline that takes adaptive arguments."""
     # Not at the top, since that file imports the models. An import of any kind makes the remote loader bring the file
     # along, without which a model that was loaded so could not be saved again.
-    from .pipeline_adaperceiver import (
-        AdaPerceiverDepthEstimationPipeline,
-        AdaPerceiverImageClassificationPipeline,
-        AdaPerceiverImageFeatureExtractionPipeline,
-        AdaPerceiverImageSegmentationPipeline,
-    )
+    from .pipeline_adaperceiver import AdaPerceiverPipelineMixin  # noqa: F401
 
-    pipeline_class = {
-        "image-feature-extraction": AdaPerceiverImageFeatureExtractionPipeline,
-        "image-classification": AdaPerceiverImageClassificationPipeline,
-        "image-segmentation": AdaPerceiverImageSegmentationPipeline,
-        "depth-estimation": AdaPerceiverDepthEstimationPipeline,
-    }[task]
-    return {task: {"impl": f"pipeline_adaperceiver.{pipeline_class.__name__}", "pt": [AUTO_CLASS_OF_TASK[task]]}}
+    return {task: {"impl": f"pipeline_adaperceiver.{TASKS[task].pipeline_class}", "pt": [TASKS[task].auto_class]}}
 
 
 def build_model_card(model: Any, name: str, save_code: bool, text: str | None = None) -> ModelCard:
     """A model card around `text`, or with a snippet that shows how to use the model."""
-    config, auto_class = model.config, AUTO_CLASS_OF_TASK[model.task]
+    config, auto_class = model.config, TASKS[model.task].auto_class
     imports = f"from transformers import AutoImageProcessor, {auto_class}\n"
     if text is None:
         text = CARD.format(
@@ -297,7 +266,7 @@ def build_model_card(model: Any, name: str, save_code: bool, text: str | None = 
             imports=imports if save_code else f"import adaperceiver\n{imports}",
             trust=", trust_remote_code=True" if save_code else "",
             auto_class=auto_class,
-            output=OUTPUT_OF_TASK[model.task],
+            output=TASKS[model.task].prediction,
             tokens=config.token_granularities[0],
             width=config.widths[0],
             depth=(config.num_hidden_layers + 1) // 2,

@@ -3,9 +3,13 @@ The layers of AdaPerceiver, in the order data flows: input tokens -> read -> blo
 
 An operating point comes in as arguments: `groups` cut the latents as the block mask does, `width` counts the units of the
 FFNs, and depth is simply how many blocks are called. Nothing is kept between calls.
+
+Beside its `forward`, each layer says its FLOPs: those of linear layers, convolutions and attention products, two per
+multiply-add, each counted once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,7 +23,6 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .configuration_adaperceiver import AdaPerceiverConfig
-from .training_adaperceiver import sum_in_turn
 
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (latents, head_size / 2), float32
@@ -80,7 +83,8 @@ class AdaPerceiverFFN(nn.Module):
         self.fc1 = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias)
         self.gate = nn.Linear(config.hidden_size, hidden_units, bias=config.ffn_bias) if gated else None
         self.activation = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(hidden_units, out_features or config.hidden_size, bias=config.ffn_bias)
+        self.out_features = out_features or config.hidden_size
+        self.fc2 = nn.Linear(hidden_units, self.out_features, bias=config.ffn_bias)
 
     def forward(self, states: torch.Tensor, width: int | tuple[int, ...] | None = None) -> torch.Tensor:
         """states: (batch, tokens, hidden_size); a tuple of widths holds one per image."""
@@ -119,6 +123,16 @@ class AdaPerceiverFFN(nn.Module):
     def activate(self, hidden: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return self.activation(hidden) if gate is None else self.activation(gate) * hidden
 
+    def flops(self, rows: int, width: int | None = None) -> int:
+        units = self.config.ffn_hidden_size(self.max_width if width is None else width)
+        return 2 * rows * units * (self.config.hidden_size * (1 if self.gate is None else 2) + self.out_features)
+
+
+def convolution_flops(layer: nn.Conv2d, pixels: int) -> int:
+    """Of a convolution over `pixels` positions of its input."""
+    weights = layer.out_channels * (layer.in_channels // layer.groups) * math.prod(layer.kernel_size)
+    return 2 * weights * (pixels // math.prod(layer.stride))
+
 
 class AdaPerceiverConvolution(nn.Conv2d):
     """A convolution with a folded batch norm, padded as TensorFlow pads, then ReLU6 unless it is `linear`."""
@@ -132,14 +146,14 @@ class AdaPerceiverConvolution(nn.Conv2d):
     def forward(self, maps: torch.Tensor) -> torch.Tensor:
         """(batch, channels, height, width) -> (batch, out_channels, height / stride, width / stride), rounded up"""
         # The windows start at the first pixel; where the padding is odd, its larger half comes last.
-        height, width = (
+        rows, columns = (
             max((-(-side // stride) - 1) * stride + kernel - side, 0)
             for side, stride, kernel in zip(maps.shape[-2:], self.stride, self.kernel_size)
         )
-        if height % 2 == 0 and width % 2 == 0:  # what a convolution can do by itself
-            padding = (height // 2, width // 2)
+        if rows % 2 == 0 and columns % 2 == 0:  # what a convolution can do by itself
+            padding = (rows // 2, columns // 2)
         else:
-            maps = nn.functional.pad(maps, (width // 2, width - width // 2, height // 2, height - height // 2))
+            maps = nn.functional.pad(maps, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
             padding = (0, 0)
         maps = nn.functional.conv2d(maps, self.weight, self.bias, self.stride, padding, groups=self.groups)
         return maps if self.linear else nn.functional.relu6(maps)
@@ -160,6 +174,11 @@ class AdaPerceiverInvertedResidual(nn.Module):
         update = maps if self.expand is None else self.expand(maps)
         update = self.project(self.depthwise(update))
         return maps + update if self.residual else update
+
+    def flops(self, pixels: int) -> int:
+        expand = 0 if self.expand is None else convolution_flops(self.expand, pixels)
+        after = pixels // math.prod(self.depthwise.stride)
+        return expand + convolution_flops(self.depthwise, pixels) + convolution_flops(self.project, after)
 
 
 class AdaPerceiverStem(nn.Sequential):
@@ -191,6 +210,17 @@ class AdaPerceiverStem(nn.Sequential):
         """Train the projection alone: the layers before it, copied from a trained network, stay as they are."""
         for layer in list(self)[:-1]:
             layer.requires_grad_(False)
+
+    def flops(self, pixels: int) -> int:
+        total = 0
+        for layer in self:
+            if isinstance(layer, AdaPerceiverInvertedResidual):
+                total += layer.flops(pixels)
+                pixels //= math.prod(layer.depthwise.stride)
+            elif isinstance(layer, nn.Conv2d):
+                total += convolution_flops(layer, pixels)
+                pixels //= math.prod(layer.stride)
+        return total
 
 
 def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
@@ -248,6 +278,11 @@ class AdaPerceiverEmbeddings(nn.Module):
             raise ValueError(
                 f"`pixel_values` must be {side}x{side} with `interpolate_pos_encoding=False`, got {height}x{width}."
             )
+
+    def flops(self, patches: int) -> int:
+        pixels, layer = patches * self.config.patch_size**2, self.patch_embeddings
+        flops = layer.flops(pixels) if isinstance(layer, AdaPerceiverStem) else convolution_flops(layer, pixels)
+        return flops + (0 if self.ffn is None else self.ffn.flops(patches))
 
 
 def rotary_embedding(config: AdaPerceiverConfig, tokens: int, device: torch.device) -> Rope:
@@ -347,6 +382,10 @@ class AdaPerceiverAttention(nn.Module):
         """(batch, tokens, hidden_size) -> (batch, heads, tokens, head_size)"""
         return states.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
 
+    def projection_flops(self, rows: int) -> int:
+        """Of `rows` tokens by one of the four projections."""
+        return 2 * rows * self.config.hidden_size**2
+
     def attend(
         self,
         query: torch.Tensor,
@@ -386,9 +425,14 @@ class AdaPerceiverSelfAttention(AdaPerceiverAttention):
             key, value = past
         return self.attend(query, key, value, groups, **kwargs)
 
+    def flops(self, groups: Sequence[Group]) -> int:
+        """Of one image whose latents are cut in `groups`."""
+        seen = sum((stop - start) * stop for start, stop in groups)  # pairs of latents that see each other
+        return self.projection_flops(4 * groups[-1][1]) + 4 * seen * self.config.hidden_size
+
 
 class AdaPerceiverCrossAttention(AdaPerceiverAttention):
-    """`sink + Attention(Norm(sink), Norm(source))`: latents read from input tokens, output tokens from latents."""
+    """`readers + Attention(Norm(readers), Norm(source))`: latents read input tokens, output tokens read latents."""
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
@@ -397,22 +441,22 @@ class AdaPerceiverCrossAttention(AdaPerceiverAttention):
 
     def forward(
         self,
-        sink: torch.Tensor,
+        readers: torch.Tensor,
         source: torch.Tensor,
-        sink_rope: Rope | None = None,
+        reader_rope: Rope | None = None,
         source_rope: Rope | None = None,
     ) -> torch.Tensor:
         """
-        sink: (batch or 1, sinks or 1, hidden_size); source: (batch, sources, hidden_size). A sink that is the same for
-        all images, or for all positions of `sink_rope`, is projected once.
+        readers: (batch or 1, readers or 1, hidden_size); source: (batch, sources, hidden_size). A reader that is the same
+        for all images, or for all positions of `reader_rope`, is projected once.
         """
-        query = self.query(sink, sink_rope)
+        query = self.query(readers, reader_rope)
         key, value = self.key_value(source, source_rope)
-        return sink + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
+        return readers + self.attend(query.expand(source.shape[0], -1, -1, -1), key, value)[0]
 
-    def query(self, sink: torch.Tensor, rope: Rope | None = None) -> torch.Tensor:
-        """-> (batch or 1, heads, sinks, head_size)"""
-        query = self.heads(self.q_proj(self.sink_norm(sink)))
+    def query(self, readers: torch.Tensor, rope: Rope | None = None) -> torch.Tensor:
+        """-> (batch or 1, heads, readers, head_size)"""
+        query = self.heads(self.q_proj(self.sink_norm(readers)))
         return query if rope is None else rotate(query, rope)
 
     def key_value(self, source: torch.Tensor, rope: Rope | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -421,9 +465,13 @@ class AdaPerceiverCrossAttention(AdaPerceiverAttention):
         key, value = self.heads(self.k_proj(source)), self.heads(self.v_proj(source))
         return key if rope is None else rotate(key, rope), value
 
+    def flops(self, queries: int, readers: int, sources: int) -> int:
+        """Of `queries` that are projected, and of `readers` that attend to `sources` and are projected back."""
+        return self.projection_flops(queries + readers + 2 * sources) + 4 * readers * sources * self.config.hidden_size
+
 
 class AdaPerceiverRead(nn.Module):
-    """Input tokens to latents. All latents start from one learned vector; the rotation of their queries parts them."""
+    """Input tokens to latents. All latents start from one learned vector; the rotation of their queries tells them apart."""
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
@@ -432,7 +480,12 @@ class AdaPerceiverRead(nn.Module):
 
     def forward(self, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
         """(batch, patches, hidden_size) -> (batch, latents, hidden_size)"""
-        return self.cross_attention(self.latent_token, input_tokens, sink_rope=rope)
+        return self.cross_attention(self.latent_token, input_tokens, reader_rope=rope)
+
+    def flops(self, tokens: int, patches: int, images: int) -> int:
+        """The query is one vector, projected once and turned to each position."""
+        once = self.cross_attention.projection_flops(1)
+        return once + images * self.cross_attention.flops(queries=0, readers=tokens, sources=patches)
 
 
 class AdaPerceiverLayerScale(nn.Module):
@@ -580,6 +633,16 @@ class AdaPerceiverClassReadout(nn.Module):
             value = value + write.v_proj.bias  # once, since the weights of a softmax sum to 1
         return self.output_token + write.o_proj(value)
 
+    def fold_flops(self, tokens: int) -> int:
+        """Once per call, for all images and depths."""
+        bias = 2 * tokens * self.write.config.hidden_size * self.write.config.qkv_bias
+        return self.write.projection_flops(1 + tokens) + bias
+
+    def flops(self, tokens: int) -> int:
+        """One readout of one image: scores and pooling for every head, then the value and output projections."""
+        config = self.write.config
+        return 4 * config.num_attention_heads * tokens * config.hidden_size + self.write.projection_flops(2)
+
 
 def prefix_pool(scores: torch.Tensor, source: torch.Tensor, prefixes: Sequence[int]) -> torch.Tensor:
     """
@@ -605,14 +668,6 @@ def prefix_pool(scores: torch.Tensor, source: torch.Tensor, prefixes: Sequence[i
     return torch.stack(pooled, dim=1)
 
 
-class WeightedLoss(NamedTuple):
-    """A loss of output tokens, over many readouts."""
-
-    loss_of: Callable[[torch.Tensor], torch.Tensor]
-    weights: dict[int, dict[int, float]]  # {depth: {tokens: weight}}
-    parameters: Sequence[nn.Parameter]  # that `loss_of` uses
-
-
 class AdaPerceiverDenseReadout(nn.Module):
     """Latents to one output token per input token, for dense prediction."""
 
@@ -621,52 +676,29 @@ class AdaPerceiverDenseReadout(nn.Module):
         self.projection = nn.Linear(config.hidden_size, config.hidden_size)
         self.write = AdaPerceiverCrossAttention(config)
 
-    def forward(
-        self,
-        latents: torch.Tensor | Sequence[torch.Tensor],
-        input_tokens: torch.Tensor,
-        rope: Rope,
-        weighted_loss: WeightedLoss | None = None,
-    ) -> torch.Tensor:
-        """
-        (batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)
-
-        With a `weighted_loss`, `latents` are those after every block, and the sum of the loss over its readouts comes back.
-        """
-        if weighted_loss is not None:
-            return self.loss_in_turn(latents, input_tokens, rope, weighted_loss)
+    def forward(self, latents: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """(batch, latents, hidden_size), (batch, patches, hidden_size) -> (batch, patches, hidden_size)"""
         return self.write(self.projection(input_tokens), latents, source_rope=rope)
 
-    def sink(self, input_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def readers(self, input_tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output tokens before they read, (batch, patches, hidden_size), and their queries: the same for all readouts."""
-        sink = self.projection(input_tokens)
-        return sink, self.write.query(sink)
+        readers = self.projection(input_tokens)
+        return readers, self.write.query(readers)
+
+    def read(
+        self, readers: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        """Output tokens from the first `tokens` latents, by their keys and values: (batch, patches, hidden_size)"""
+        return readers + self.write.attend(query, key[:, :, :tokens], value[:, :, :tokens])[0]
 
     def by_tokens(
-        self, latents: torch.Tensor, sink: tuple[torch.Tensor, torch.Tensor], rope: Rope, prefixes: Sequence[int]
+        self, latents: torch.Tensor, readers: tuple[torch.Tensor, torch.Tensor], rope: Rope, prefixes: Sequence[int]
     ) -> Iterator[torch.Tensor]:
         """Output tokens from each `latents[:, :prefix]`, one after another; they share keys and values."""
-        (output_tokens, query), (key, value) = sink, self.write.key_value(latents, rope)
-        for stop in prefixes:
-            yield output_tokens + self.write.attend(query, key[:, :, :stop], value[:, :, :stop])[0]
+        key, value = self.write.key_value(latents, rope)
+        for prefix in prefixes:
+            yield self.read(*readers, key, value, prefix)
 
-    def loss_in_turn(
-        self, latents: Sequence[torch.Tensor], input_tokens: torch.Tensor, rope: Rope, weighted_loss: WeightedLoss
-    ) -> torch.Tensor:
-        """In the memory of one readout. All share queries, and those of one depth keys and values."""
-        loss_of, weights, parameters = weighted_loss
-        write, terms = self.write, []
-        sink, query = self.sink(input_tokens)
-
-        def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
-            def loss_at(sink, query, key, value):
-                return weight * loss_of(sink + write.attend(query, key[:, :, :tokens], value[:, :, :tokens])[0])
-
-            return loss_at
-
-        for depth, weight_of in weights.items():
-            last = max(weight_of)
-            key, value = write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
-            terms += [(term(tokens, weight), (sink, query, key, value)) for tokens, weight in weight_of.items()]
-        # Who hooks into this call (FSDP) wants to see its parameters used in the backward pass, not before.
-        return sum_in_turn(terms, [*write.o_proj.parameters(), *parameters], again=is_hooked(self))
+    def flops(self, tokens: int, patches: int) -> int:
+        """One readout of one image."""
+        return self.write.projection_flops(patches) + self.write.flops(patches, patches, tokens)

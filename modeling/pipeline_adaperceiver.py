@@ -13,9 +13,10 @@ from transformers import (
 )
 from transformers.utils import ModelOutput
 
-from .configuration_adaperceiver import PER_IMAGE_FIELDS, AdaptiveConfig
+from .adaptive_adaperceiver import ADAPTIVE_KWARGS, PER_IMAGE_FIELDS, AdaptiveConfig
 from .image_processing_adaperceiver import open_image, to_rgb
-from .modeling_adaperceiver import ADAPTIVE_KWARGS
+from .modeling_adaperceiver import AdaptiveOutput
+from .tasks_adaperceiver import TASKS
 
 
 class ChosenImage(NamedTuple):
@@ -47,7 +48,7 @@ class AdaPerceiverPipelineMixin:
     what the pipeline gives otherwise, and where the model ran for this image.
     """
 
-    model_classes: tuple[str, ...]
+    task_name: str  # in `TASKS`
     stock_arguments: tuple[str, ...]  # what the pipeline of transformers takes for itself
 
     def __init__(self, *args, adaptive_config: AdaptiveConfig | None = None, **kwargs):
@@ -59,10 +60,9 @@ class AdaPerceiverPipelineMixin:
     def check_model_type(self, supported_models: Any) -> None:
         """By name: no list of transformers has these classes, and remote code brings copies of them."""
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # under PEFT
-        if not {base.__name__ for base in type(model).__mro__} & set(self.model_classes):
-            raise TypeError(
-                f"`model` of {type(self).__name__} must be of {' or '.join(self.model_classes)}, got {type(model).__name__}."
-            )
+        needed = TASKS[self.task_name].model_class
+        if needed not in {base.__name__ for base in type(model).__mro__}:
+            raise TypeError(f"`model` of {type(self).__name__} must be of {needed}, got {type(model).__name__}.")
 
     def _sanitize_parameters(self, report: bool | None = None, **kwargs) -> tuple[dict, dict, dict]:
         unknown = [name for name in kwargs if name not in ADAPTIVE_KWARGS and name not in self.stock_arguments]
@@ -115,29 +115,23 @@ class AdaPerceiverPipelineMixin:
     def _forward(
         self, model_inputs: dict[str, Any], adaptive_config: AdaptiveConfig | None = None, **adaptive
     ) -> ModelOutput:
-        defaults = self.adaptive_defaults
-        if adaptive_config is not None:
-            defaults = defaults.update(**adaptive_config.to_dict())
         adaptive |= {name: model_inputs.pop(name) for name in PER_IMAGE_FIELDS if name in model_inputs}
-        pixel_values = model_inputs["pixel_values"]
-        point, _ = self.model.settle(pixel_values, {**adaptive, "adaptive_config": defaults})
-        model_outputs = super()._forward({**model_inputs, **point._asdict()})
-        images, _, *image_size = pixel_values.shape
-        exit_depths = [None] * images if "exit_depth" not in model_outputs else model_outputs["exit_depth"].tolist()
-        if "tokens" in model_outputs:  # a policy has chosen
-            point = point._replace(tokens=tuple(model_outputs["tokens"].tolist()))
+        defaults = self.adaptive_defaults.update(adaptive_config)
+        image_size = tuple(model_inputs["pixel_values"].shape[-2:])
+        model_outputs: AdaptiveOutput = super()._forward({**model_inputs, **adaptive, "adaptive_config": defaults})
+        exits = "exit_depth" in model_outputs
         model_outputs["report"] = [
-            self._report(point.of_image(index), exit_depth, tuple(image_size))
-            for index, exit_depth in enumerate(exit_depths)
+            {
+                "tokens": ran.tokens,
+                "width": ran.width,
+                "depth": model_outputs.operating_point.of_image(index).depth,
+                "exit_depth": ran.depth if exits else None,
+                "gflops": self.model.flops_at(ran, image_size, batch_size=1)["total"]
+                / 1e9,  # for this image by itself
+            }
+            for index, ran in enumerate(model_outputs.operating_points)
         ]
         return model_outputs
-
-    def _report(self, point: Any, exit_depth: int | None, image_size: tuple[int, int]) -> dict[str, Any]:
-        """Where one image ran, and what that costs for one image by itself."""
-        ran = point if exit_depth is None else point._replace(depth=exit_depth)
-        gflops = self.model.flops_at(ran, image_size, batch_size=1)["total"] / 1e9
-        names = ("tokens", "width", "depth")
-        return {**{name: getattr(point, name) for name in names}, "exit_depth": exit_depth, "gflops": gflops}
 
     def postprocess(self, model_outputs: ModelOutput, report: bool = False, **kwargs) -> Any:
         result = super().postprocess(model_outputs, **kwargs)
@@ -151,22 +145,22 @@ def report_of(model_outputs: ModelOutput) -> dict[str, Any]:
 
 
 class AdaPerceiverImageClassificationPipeline(AdaPerceiverPipelineMixin, ImageClassificationPipeline):
-    model_classes = ("AdaPerceiverForImageClassification",)
+    task_name = "image-classification"
     stock_arguments = ("top_k", "function_to_apply", "timeout")
 
 
 class AdaPerceiverImageSegmentationPipeline(AdaPerceiverPipelineMixin, ImageSegmentationPipeline):
-    model_classes = ("AdaPerceiverForSemanticSegmentation",)
+    task_name = "image-segmentation"
     stock_arguments = ("subtask", "threshold", "mask_threshold", "overlap_mask_area_threshold", "timeout")
 
 
 class AdaPerceiverDepthEstimationPipeline(AdaPerceiverPipelineMixin, DepthEstimationPipeline):
-    model_classes = ("AdaPerceiverForDepthEstimation",)
+    task_name = "depth-estimation"
     stock_arguments = ("timeout",)
 
 
 class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, ImageFeatureExtractionPipeline):
-    model_classes = ("AdaPerceiverModel",)
+    task_name = "image-feature-extraction"
     stock_arguments = ("image_processor_kwargs", "return_tensors", "pool", "timeout")
 
     def __init__(self, *args, **kwargs):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from .configuration_adaperceiver import AdaPerceiverConfig, OperatingPoint
+from .adaptive_adaperceiver import OperatingPoint
+from .configuration_adaperceiver import AdaPerceiverConfig
 
 
 class Policy(Protocol):
@@ -81,10 +82,8 @@ class AdaPerceiverRouter(nn.Module):
         tokens = torch.where(allowed.any(dim=1), granularities[choice], bounds)
         return point._replace(tokens=tuple(tokens.tolist()))
 
-
-def router_flops(config: AdaPerceiverConfig) -> int:
-    """Of one image."""
-    tokens, channels = config.grid_size**2, config.hidden_size
-    token_units, channel_units = config.router_units
-    block = 4 * tokens * channels * (token_units + channel_units)
-    return 2 * block + 4 * channels**2 + 2 * channels * len(config.token_granularities)
+    def flops(self) -> int:
+        """Of one image."""
+        tokens, channels = self.config.grid_size**2, self.config.hidden_size
+        block = 4 * tokens * channels * sum(self.config.router_units)
+        return 2 * block + 4 * channels**2 + 2 * channels * len(self.config.token_granularities)

@@ -197,7 +197,7 @@ def test_outputs_are_of_the_types_of_transformers(model_class, output_class, sha
 
 def test_a_backbone_gives_a_backbone_output(tiny_model):
     outputs = tiny_model(AdaPerceiverBackbone)(images())
-    assert type(outputs) is BackboneOutput
+    assert isinstance(outputs, BackboneOutput)
     assert [tuple(feature_map.shape) for feature_map in outputs.feature_maps] == [(2, 32, 4, 4)]
     assert outputs.hidden_states is None
 

@@ -16,7 +16,7 @@ from adaperceiver import (
     AdaPerceiverForSemanticSegmentation,
     OnceForAll,
 )
-from adaperceiver.training_adaperceiver import sum_in_turn
+from adaperceiver.once_for_all_adaperceiver import sum_in_turn
 
 
 STEP = OnceForAll(tokens=(2, 4, 16), depth_tokens=(4, 12), width=(32, 16, 24, 16))

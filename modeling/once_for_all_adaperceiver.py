@@ -1,18 +1,20 @@
 """
 Once-for-all training: one encoder pass trains every number of tokens, every width and every depth.
 
-`OnceForAll` says what one step trains; `sum_in_turn` adds up the losses of many readouts and keeps the activations of one
-at a time. The models put the two together when `config.adaptive_axes` asks for it.
+`OnceForAll` says what one step trains; `dense_loss` and `sum_in_turn` add up the losses of many readouts and keep the
+activations of one at a time. The models put them together when `config.adaptive_axes` asks for it.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from .configuration_adaperceiver import AdaPerceiverConfig
+from .layers_adaperceiver import AdaPerceiverDenseReadout, Rope, is_hooked
 
 
 class OnceForAll(NamedTuple):
@@ -89,25 +91,60 @@ class OnceForAll(NamedTuple):
             raise ValueError(f"`width` must be one, or one for each of {batch_size} images, got {len(self.width)}.")
 
 
+def dense_loss(
+    readout: AdaPerceiverDenseReadout,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    input_tokens: torch.Tensor,
+    latents: Sequence[torch.Tensor],
+    rope: Rope,
+    weights: dict[int, dict[int, float]],
+) -> torch.Tensor:
+    """
+    The sum of `weight * loss_of(output tokens)` over all readouts, in the memory of one. `latents` are those after each
+    block, `parameters` those that `loss_of` uses. All readouts share queries, and those of one depth keys and values.
+    """
+    readouts = [(depth, tokens, weight) for depth, of in weights.items() for tokens, weight in of.items()]
+    if is_hooked(readout):  # FSDP wants to see the module called, with its parameters used in the backward pass
+
+        def loss_at(latents: torch.Tensor, input_tokens: torch.Tensor, tokens: int, weight: float) -> torch.Tensor:
+            return weight * loss_of(readout(latents[:, :tokens], input_tokens, (rope[0][:tokens], rope[1][:tokens])))
+
+        return sum(
+            checkpoint(loss_at, latents[depth - 1], input_tokens, tokens, weight, use_reentrant=False)
+            for depth, tokens, weight in readouts
+        )
+    readers, query = readout.readers(input_tokens)
+    key_value = {}
+    for depth, of in weights.items():
+        last = max(of)
+        key_value[depth] = readout.write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
+
+    def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
+        return lambda *tensors: weight * loss_of(readout.read(*tensors, tokens))
+
+    terms = [(term(tokens, weight), (readers, query, *key_value[depth])) for depth, tokens, weight in readouts]
+    return sum_in_turn(terms, [*readout.write.o_proj.parameters(), *parameters])
+
+
 def sum_in_turn(
-    terms: Sequence[tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]],
-    parameters: Sequence[torch.nn.Parameter],
-    again: bool = False,
+    terms: Sequence[tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]], parameters: Sequence[nn.Parameter]
 ) -> torch.Tensor:
     """
     The sum of `function(*tensors)` over `terms`, in the memory of one: the gradients of a term are taken as soon as its
     value is known, and what it computed is freed before the next one starts. No work is done twice.
 
-    `parameters` are those that the functions use beside their arguments. Where they are sharded, or with `again=True`, the
-    terms are computed again in the backward pass instead.
+    `parameters` are those that the functions use beside their arguments. Where they are sharded, the terms are computed
+    again in the backward pass instead.
     """
     if not torch.is_grad_enabled():
         return sum(function(*tensors) for function, tensors in terms)
-    if again or any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in parameters):  # DTensor, ZeRO
+    if any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in parameters):  # DTensor, ZeRO
         return sum(checkpoint(function, *tensors, use_reentrant=False) for function, tensors in terms)
     parameters = [parameter for parameter in parameters if parameter.requires_grad]
     tensors = {id(tensor): tensor for _, arguments in terms for tensor in arguments}  # each once, in order
-    slots = [(function, [list(tensors).index(id(tensor)) for tensor in arguments]) for function, arguments in terms]
+    places = {key: index for index, key in enumerate(tensors)}
+    slots = [(function, [places[id(tensor)] for tensor in arguments]) for function, arguments in terms]
     return _SumInTurn.apply(slots, parameters, *tensors.values(), *parameters)
 
 
