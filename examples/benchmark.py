@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from timing import interleaved
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
 
@@ -26,6 +25,7 @@ from adaperceiver import (
     AdaPerceiverForImageClassification,
     OnceForAll,
 )
+from adaperceiver.adaptive_adaperceiver import interleaved
 
 
 @dataclass

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from datasets import Dataset
 from PIL import Image
-from timing import interleaved
 from tqdm import tqdm
 from transformers import HfArgumentParser, pipeline
 
 from adaperceiver import AdaPerceiverImageClassificationPipeline
+from adaperceiver.adaptive_adaperceiver import interleaved
 
 
 ROOT = Path(__file__).parents[1]

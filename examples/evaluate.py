@@ -23,7 +23,6 @@ from accelerate import Accelerator
 from data import DataArguments, check_classes, load_splits, validation_batches
 from dense_data import DenseDataArguments, check_samples, dense_validation_batches, load_dense_splits, mask_names
 from evaluation import TASKS, evaluate_grid, metrics_for, table_points
-from timing import interleaved
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
@@ -146,7 +145,7 @@ def evaluate_baseline(
         row["gflops"] = counter.get_total_flops() / 1e9
         if args.latency_batch_size:
             batch = image.expand(args.latency_batch_size, -1, -1, -1).contiguous()
-            row["ms"] = milliseconds(lambda: model(batch), repeats=5) / args.latency_batch_size
+            row["ms"] = interleaved({name: lambda: model(batch)}, repeats=5)[name] / args.latency_batch_size
     return row
 
 

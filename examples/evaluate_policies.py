@@ -23,11 +23,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from data import DataArguments, check_classes, load_splits, validation_batches
 from evaluation import exits
-from timing import interleaved
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig, OperatingPoint
+from adaperceiver.adaptive_adaperceiver import interleaved
 from adaperceiver.policy_adaperceiver import Policy
 
 

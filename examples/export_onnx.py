@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from timing import interleaved
 from torch import nn
 from transformers import AutoConfig, HfArgumentParser
 
 import adaperceiver
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, AdaPerceiverPreTrainedModel
+from adaperceiver.adaptive_adaperceiver import interleaved
 
 
 TOLERANCE = 1e-4

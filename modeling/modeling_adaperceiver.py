@@ -382,7 +382,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         if point.exit_threshold is not None:
             raise ValueError(f"`exit_threshold` needs a model with a classifier, got {point.exit_threshold}.")
         outputs = self.run_in_groups(self.encode, input_tokens, point, kwargs)
-        return outputs.ran_at(point, len(input_tokens))
+        return outputs.ran_at(point, input_tokens.shape[0])
 
     def embed(
         self, pixel_values: torch.Tensor, point: OperatingPoint, kwargs: dict
@@ -391,7 +391,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         input_tokens = self.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
         for policy in point.policy:
             point = (self.router if policy == "router" else policy)(input_tokens, point)
-        point.check(self.config, len(input_tokens))
+        point.check(self.config, input_tokens.shape[0])
         return input_tokens, point
 
     def read_latents(self, input_tokens: torch.Tensor, point: OperatingPoint) -> tuple[torch.Tensor, Rope]:
@@ -485,7 +485,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         if not differ:
             return run(input_tokens, point, kwargs)
         groups = {}
-        for index in range(len(input_tokens)):
+        for index in range(input_tokens.shape[0]):
             image_point = point.of_image(index)
             groups.setdefault((image_point.tokens, image_point.width, image_point.depth), []).append(index)
         results = []
@@ -589,7 +589,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         if point.exit_threshold is None:
             return model(operating_point=point, input_tokens=input_tokens, **kwargs), kwargs
         outputs = model.run_in_groups(self.encode_until_confident, input_tokens, point, kwargs)
-        return outputs.ran_at(point, len(input_tokens)), kwargs
+        return outputs.ran_at(point, input_tokens.shape[0]), kwargs
 
     def encode_until_confident(
         self, input_tokens: torch.Tensor, point: OperatingPoint, kwargs: dict
@@ -1038,7 +1038,7 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
         patch_size = self.config.patch_size
         feature_maps = tuple(to_map(output_tokens[stage], pixel_values, patch_size) for stage in self.stages)
         point = point._replace(depth=last)
-        return AdaPerceiverBackboneOutput(feature_maps=feature_maps).ran_at(point, len(pixel_values))
+        return AdaPerceiverBackboneOutput(feature_maps=feature_maps).ran_at(point, pixel_values.shape[0])
 
     def flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
         components = super().flops_at(point._replace(depth=max(self.stages)), image_size, batch_size)
