@@ -1,5 +1,6 @@
 """Side by side: what the example scripts share for measuring time."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -30,3 +31,16 @@ def interleaved(
             rounds += 1
             progress.update()
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def exit_thresholds(confidences: torch.Tensor) -> list[float]:
+    """
+    A threshold for each image that makes it leave at a depth of our choice: one where its confidence has a new maximum, or
+    the last. `confidences` are those of the readouts after every block, `(depths, images)`.
+    """
+    generator, thresholds, last = random.Random(0), [], len(confidences)
+    for image in confidences.T.tolist():
+        records = [depth for depth in range(1, last) if image[depth - 1] > max([0.0, *image[: depth - 1]]) + 1e-4]
+        depth = generator.choice([*records, last])
+        thresholds.append(1.0 if depth == last else (image[depth - 1] + max([0.0, *image[: depth - 1]])) / 2)
+    return thresholds
