@@ -1,20 +1,24 @@
 """
     python examples/benchmark.py                 # the paper's model; about fifteen minutes on two cores
     python examples/benchmark.py --smoke true    # a tiny model, for a look at the output; under a minute
+    python examples/benchmark.py --against CHECKOUT    # has a change made anything slower?
 
 Speed, as ratios: what is compared runs interleaved in one process, and medians are divided. Prints a table, and writes it
 with the machine's name as CSV, JSON and a figure to `--output`. `--only` picks suites by name.
+
+With `--against`, the same calls of this checkout and of another one (a clone or a git worktree at another commit) take turns
+instead, in a process each; what it prints goes to `--output` as against.csv, and `--only` picks cases by name.
 """
 
 import csv
 import json
 import platform
-import random
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import checkouts
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
@@ -39,7 +43,8 @@ class Arguments:
     smoke: bool = field(
         default=False, metadata={"help": "Shrink all models: shows that the script runs, not how fast."}
     )
-    only: list[str] | None = field(default=None, metadata={"help": "Suites to run, all by default."})
+    only: list[str] | None = field(default=None, metadata={"help": "Suites (or cases) to run, all by default."})
+    against: str | None = field(default=None, metadata={"help": "Another checkout of this project to compare with."})
 
 
 @dataclass
@@ -209,13 +214,9 @@ def exit_suite(arguments: Arguments) -> list[Row]:
     """Early exit with a known pattern, against the time that the blocks of the images still running should take."""
     model, pixel_values = build(arguments.smoke, half=True), torch.randn(64, 3, 224, 224)
     last = model.config.num_hidden_layers
-    # A threshold per image makes it leave at a depth of our choice, if its confidence has a new maximum there.
-    confidences = torch.stack([outputs.logits.softmax(-1).amax(-1) for outputs in model.anytime(pixel_values)])
-    generator, thresholds = random.Random(0), []
-    for image in confidences.T.tolist():
-        records = [depth for depth in range(1, last) if image[depth - 1] > max([0.0, *image[: depth - 1]]) + 1e-4]
-        depth = generator.choice([*records, last])
-        thresholds.append(1.0 if depth == last else (image[depth - 1] + max([0.0, *image[: depth - 1]])) / 2)
+    thresholds = checkouts.exit_thresholds(
+        torch.stack([outputs.logits.softmax(-1).amax(-1) for outputs in model.anytime(pixel_values)])
+    )
     depths = model(pixel_values, exit_threshold=thresholds).exit_depth.tolist()
     runs = {
         "early exit": lambda: model(pixel_values, exit_threshold=thresholds),
@@ -354,11 +355,23 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.smoke:
         arguments.repeats, arguments.seconds = 1, 0
-    unknown = [name for name in arguments.only or [] if name not in SUITES]
+    known = checkouts.CASES if arguments.against else SUITES
+    unknown = [name for name in arguments.only or [] if name not in known]
     if unknown:
-        raise SystemExit(f"--only must be among {', '.join(SUITES)}, got {', '.join(unknown)}")
+        raise SystemExit(f"--only must be among {', '.join(known)}, got {', '.join(unknown)}")
+    output = Path(arguments.output)
 
     print(machine())
+    if arguments.against:
+        checkouts.compare(
+            Path(arguments.against),
+            output,
+            arguments.only or checkouts.CASES,
+            arguments.smoke,
+            arguments.repeats,
+            arguments.seconds,
+        )
+        return
     rows = []
     for name in arguments.only or SUITES:
         for row in SUITES[name](arguments):
@@ -368,7 +381,6 @@ def main() -> None:
                 flush=True,
             )
 
-    output = Path(arguments.output)
     output.mkdir(parents=True, exist_ok=True)
     records = [{**asdict(row), "met": row.met} for row in rows]
     (output / "results.json").write_text(json.dumps({"machine": machine(), "rows": records}, indent=2) + "\n")

@@ -1,0 +1,107 @@
+"""examples/benchmark.py --against: two checkouts of the project, a process each, in one table."""
+
+import csv
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+import checkouts  # noqa: E402
+
+
+spec = importlib.util.spec_from_file_location("benchmark_script", ROOT / "examples" / "benchmark.py")
+benchmark = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(benchmark)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def run(*arguments):
+        command = ["benchmark.py", "--smoke", "true", "--output", str(tmp_path / "output"), *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command)
+        benchmark.main()
+        with open(tmp_path / "output" / "against.csv", newline="") as file:
+            return list(csv.DictReader(file))
+
+    return run
+
+
+@pytest.fixture
+def other_checkout(tmp_path):
+    for package in ("modeling", "configuration"):
+        shutil.copytree(ROOT / package, tmp_path / "other" / package)
+    return tmp_path / "other"
+
+
+def test_every_case_is_in_the_table_with_its_ratio(run, other_checkout, capsys):
+    rows = run("--against", other_checkout)
+    assert [(row["case"], row["batch"]) for row in rows] == [
+        (f"tiny {case}", batch) for batch in ("1", "8") for case in checkouts.CASES
+    ]
+    for row in rows:
+        this, other, low, ratio, high = (
+            float(row[name]) for name in ("this_ms", "other_ms", "lower_quartile", "ratio", "upper_quartile")
+        )
+        assert this > 0
+        assert other > 0
+        assert 0 < low <= ratio <= high
+    printed = capsys.readouterr().out
+    assert f"this: {ROOT}\nother: {other_checkout}\n" in printed
+    assert "outputs differ by at most 0.0e+00" in printed
+    slower = printed.split("More than 2 % slower than the other checkout: ")[1].splitlines()[0]
+    for row in rows:
+        if row["ratio"] != "1.020":
+            assert (f"{row['case']}, batch {row['batch']}" in slower) == (float(row["ratio"]) > 1.02)
+
+
+def test_the_other_checkout_is_what_runs_there(run, other_checkout):
+    path = other_checkout / "modeling" / "modeling_adaperceiver.py"
+    source = path.read_text()
+    assert source.count("return self.classifier(torch.stack(written)).transpose(1, 2)") == 1
+    path.write_text(source.replace("return self.classifier(torch.stack(", "return 2 * self.classifier(torch.stack("))
+    assert len(run("--against", other_checkout, "--only", "plain")) == 2  # which computes the same
+    with pytest.raises(SystemExit, match=r"^grid of the tiny model, batch 1: outputs differ by "):
+        run("--against", other_checkout, "--only", "grid")
+
+
+def test_what_cannot_be_compared_is_named(run, other_checkout, tmp_path, capfd):
+    with pytest.raises(SystemExit, match=rf"^--against must be a checkout .*got {tmp_path}$"):
+        run("--against", tmp_path)
+    with pytest.raises(SystemExit, match=r"^--only must be among plain, early_exit, .*, got probes$"):
+        run("--against", ROOT, "--only", "probes")
+    (other_checkout / "modeling" / "__init__.py").write_text("from .training_adaperceiver import Once\n")
+    with pytest.raises(SystemExit, match=rf"^The worker of {other_checkout} has stopped"):
+        run("--against", other_checkout, "--only", "plain")
+    assert "ImportError: cannot import name 'Once'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("size", checkouts.SIZES)
+def test_images_exit_at_different_depths(size, monkeypatch):
+    """Of `early_exit`; of `no_exit`, none."""
+    model = checkouts.build({**checkouts.SIZES, **checkouts.SMOKE}[size])
+    depths, forward = [], model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *args, **kwargs: depths.append((o := forward(*args, **kwargs)).exit_depth) or o
+    )
+    last = model.config.num_hidden_layers
+    runs = checkouts.cases(model, 8)
+    runs["early_exit"]()
+    runs["no_exit"]()
+    assert len(set(depths[0].tolist())) >= 3
+    assert depths[1].tolist() == [last] * 8
+    checkouts.cases(model, 1)["early_exit"]()
+    assert depths[2].item() < last
+
+
+def test_the_weights_do_not_depend_on_the_seed_of_their_initialisation():
+    torch.manual_seed(1)
+    first = checkouts.build(checkouts.SMOKE["tiny"]).state_dict()
+    torch.manual_seed(2)
+    second = checkouts.build(checkouts.SMOKE["tiny"]).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
