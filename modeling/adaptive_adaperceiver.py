@@ -6,6 +6,7 @@ A call is resolved once, by the model that is called: `split_kwargs` finds the a
 """
 
 import copy
+import inspect
 import json
 import os
 import platform
@@ -15,18 +16,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
-from transformers.utils import PushToHubMixin, TransformersKwargs
-from transformers.utils.hub import cached_file
+from transformers.utils.hub import cached_file, hf_api
 
 from .configuration_adaperceiver import AXES, AdaPerceiverConfig, check_int
 
 
-ADAPTIVE_CONFIG_NAME = "adaptive_config.json"
-ACCURACY_TABLE_NAME = "accuracy_table.json"
 ATTENTION_TYPES = ("block", "bidirectional")
 POLICIES = ("fixed", "router")  # that can be chosen by name
 PER_IMAGE_FIELDS = ("tokens", "width", "depth", "exit_threshold")  # what a call may choose image by image
@@ -73,54 +71,6 @@ class OperatingPoint(NamedTuple):
                 values = getattr(self, name)
                 for value in values if name in self.per_image() else [values] if values is not None else []:
                     check_field(name, value, config, f"{name} of the policy")
-
-
-class AdaptiveKwargs(TransformersKwargs, total=False):
-    """Keyword arguments of every model's call; see `AdaptiveConfig` for what the adaptive ones mean."""
-
-    tokens: int | Sequence[int] | torch.Tensor | None
-    width: int | Sequence[int] | torch.Tensor | None
-    depth: int | Sequence[int] | torch.Tensor | None
-    attention: str | None
-    exit_threshold: float | bool | Sequence[float] | torch.Tensor | None
-    exit_after: int | None
-    exit_every: int | None
-    exit_temperatures: Sequence[float] | bool | None
-    policy: str | Callable | Sequence[str | Callable] | None
-    max_gflops: float | bool | None
-    max_latency_ms: float | bool | None
-    adaptive_config: "AdaptiveConfig | None"
-    operating_point: OperatingPoint | None
-    interpolate_pos_encoding: bool | None
-
-
-# What transformers may pass to a vision model; the other `TransformersKwargs` (positions, packing) have no meaning here.
-CALL_KWARGS = (
-    "interpolate_pos_encoding",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "use_cache",
-)
-ADAPTIVE_KWARGS = sorted(
-    AdaptiveKwargs.__annotations__.keys()
-    - TransformersKwargs.__annotations__.keys()
-    - {"operating_point", "interpolate_pos_encoding"}
-)
-
-
-def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The adaptive arguments of a call, and those of transformers; all others are refused."""
-    known = (*ADAPTIVE_KWARGS, "operating_point")
-    unknown = [name for name in kwargs if name not in known and name not in CALL_KWARGS]
-    if unknown:
-        raise TypeError(
-            f"Unknown argument{'s' * (len(unknown) > 1)} {', '.join(f'`{name}`' for name in unknown)}; the adaptive "
-            f"ones are {', '.join(ADAPTIVE_KWARGS)}."
-        )
-    adaptive = {name: value for name, value in kwargs.items() if name in known and value is not None}
-    return adaptive, {name: value for name, value in kwargs.items() if name in CALL_KWARGS}
 
 
 # ----------------------------------------------------------------------------------------- the defaults of a checkpoint
@@ -183,6 +133,31 @@ CHECKS: dict[str, Callable[[str, Any, AdaPerceiverConfig | None], Any]] = {
 }
 
 
+ADAPTIVE_KWARGS = sorted([*CHECKS, "adaptive_config"])  # what a call may say of where it runs
+# What transformers may pass to a vision model; the other `TransformersKwargs` (positions, packing) have no meaning here.
+CALL_KWARGS = (
+    "interpolate_pos_encoding",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+)
+
+
+def split_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The adaptive arguments of a call, and those of transformers; all others are refused."""
+    known = (*ADAPTIVE_KWARGS, "operating_point")
+    unknown = [name for name in kwargs if name not in known and name not in CALL_KWARGS]
+    if unknown:
+        raise TypeError(
+            f"Unknown argument{'s' * (len(unknown) > 1)} {', '.join(f'`{name}`' for name in unknown)}; the adaptive "
+            f"ones are {', '.join(ADAPTIVE_KWARGS)}."
+        )
+    adaptive = {name: value for name, value in kwargs.items() if name in known and value is not None}
+    return adaptive, {name: value for name, value in kwargs.items() if name in CALL_KWARGS}
+
+
 def check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None, label: str | None = None) -> Any:
     """The value of a field of `AdaptiveConfig` as a plain number, list or string, if it is one that can be."""
     if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
@@ -190,8 +165,73 @@ def check_field(name: str, value: Any, config: AdaPerceiverConfig | None = None,
     return value if value is False and name in SWITCHES else CHECKS[name](label or name, value, config)
 
 
+def optional_file(folder_or_hub_id: str | os.PathLike, name: str, **hub_kwargs) -> str | None:
+    """The path of a file that a checkpoint may have beside its weights, or None if it has not."""
+    return cached_file(
+        folder_or_hub_id,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub_kwargs,
+    )
+
+
+def write_json(values: dict[str, Any], path: str | os.PathLike) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")
+
+
+def read_json(dataclass_type: type, path: str | os.PathLike) -> Any:
+    """A dataclass from the JSON file of its fields; the error names the file and what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        _check_names(dataclass_type.__name__, values, [field.name for field in fields(dataclass_type)])
+        return dataclass_type(**values)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a valid {dataclass_type.__name__}: {error}") from error
+
+
+def _check_names(owner: str, given: Mapping[str, Any], allowed: list[str]) -> None:
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise ValueError(f"{owner} has no {', '.join(f'`{name}`' for name in unknown)}; it has {', '.join(allowed)}.")
+
+
+class BesideWeights:
+    """A dataclass in a JSON file beside the weights of a checkpoint."""
+
+    file_name: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, repo_id: str | None = None, **push_kwargs
+    ) -> None:
+        """Write the file; `repo_id` defaults to the name of the folder, `push_kwargs` are those of `upload_file`."""
+        self.__post_init__()  # checks fields that may have been set since
+        os.makedirs(save_directory, exist_ok=True)
+        path = os.path.join(save_directory, self.file_name)
+        write_json(self.to_dict(), path)
+        if push_to_hub:
+            repo_id = repo_id or os.path.basename(os.path.abspath(save_directory))
+            repo_id = hf_api().create_repo(repo_id, token=push_kwargs.get("token"), exist_ok=True).repo_id
+            hf_api().upload_file(path_or_fileobj=path, path_in_repo=self.file_name, repo_id=repo_id, **push_kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **hub_kwargs) -> Any:
+        """
+        Load it from a folder or the hub; None for a checkpoint without one. `hub_kwargs` (`revision`, `token`, ...) are
+        those of `cached_file`.
+        """
+        path = optional_file(pretrained_model_name_or_path, cls.file_name, **hub_kwargs)
+        return None if path is None else read_json(cls, path)
+
+
 @dataclass
-class AdaptiveConfig(PushToHubMixin):
+class AdaptiveConfig(BesideWeights):
     r"""
     The operating point of an AdaPerceiver: what `GenerationConfig` is to `generate`.
 
@@ -238,6 +278,8 @@ class AdaptiveConfig(PushToHubMixin):
     max_gflops: float | bool | None = None
     max_latency_ms: float | bool | None = None
 
+    file_name = "adaptive_config.json"
+
     def __post_init__(self):
         self.validate()
 
@@ -256,28 +298,10 @@ class AdaptiveConfig(PushToHubMixin):
         """The fields that are set."""
         return {name: copy.copy(value) for name, value in vars(self).items() if value is not None}
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs) -> None:
-        """Write `adaptive_config.json` to `save_directory`."""
-        self.validate()
-        os.makedirs(save_directory, exist_ok=True)
-        if push_to_hub:
-            commit_message = kwargs.pop("commit_message", None)
-            repo_id = self._create_repo(kwargs.pop("repo_id", os.path.basename(save_directory)), **kwargs)
-            files_before = self._get_files_timestamps(save_directory)
-        write_json(self.to_dict(), os.path.join(save_directory, ADAPTIVE_CONFIG_NAME))
-        if push_to_hub:
-            self._upload_modified_files(
-                save_directory, repo_id, files_before, commit_message=commit_message, token=kwargs.get("token")
-            )
-
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **hub_kwargs) -> "AdaptiveConfig":
-        """
-        Load `adaptive_config.json` from a folder or the hub. A checkpoint without one runs at the full model: the
-        fields are all `None` then. `hub_kwargs` (`revision`, `token`, `subfolder`, ...) are those of `cached_file`.
-        """
-        path = optional_file(pretrained_model_name_or_path, ADAPTIVE_CONFIG_NAME, **hub_kwargs)
-        return cls() if path is None else read_json(cls, path)
+        """As `BesideWeights`; a checkpoint without one runs at the full model: the fields are all `None` then."""
+        return super().from_pretrained(pretrained_model_name_or_path, **hub_kwargs) or cls()
 
     def copy(self) -> "AdaptiveConfig":
         return copy.deepcopy(self)
@@ -287,61 +311,33 @@ def with_adaptive_arguments(forward: Callable) -> Callable:
     """Add the adaptive arguments to the docstring of a model's `forward`."""
     _, _, fields = (AdaptiveConfig.__doc__ or "").partition("Args:\n")
     others = {
+        "once_for_all (`OnceForAll`, *optional*)": (
+            "What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`."
+        ),
         "adaptive_config (`AdaptiveConfig`, *optional*)": "Values for those of the arguments above that are not given.",
         "operating_point (`OperatingPoint`, *optional*)": "A resolved call, of `model.operating_point`, in place of them.",
         "interpolate_pos_encoding (`bool`, *optional*)": (
             "The position embedding is resampled whenever the grid of the images asks for it; `False` refuses to."
         ),
     }
+    if "once_for_all" not in inspect.signature(forward).parameters:
+        del others["once_for_all (`OnceForAll`, *optional*)"]
     lines = (f"        {name}:\n            {text}\n" for name, text in others.items())
     forward.__doc__ = f"{(forward.__doc__ or '').rstrip()}\n\n{fields.rstrip()}\n{''.join(lines)}        "
     return forward
-
-
-def optional_file(folder_or_hub_id: str | os.PathLike, name: str, **hub_kwargs) -> str | None:
-    """The path of a file that a checkpoint may have beside its weights, or None if it has not."""
-    return cached_file(
-        folder_or_hub_id,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub_kwargs,
-    )
-
-
-def write_json(values: dict[str, Any], path: str | os.PathLike) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-        file.write("\n")
-
-
-def read_json(dataclass_type: type, path: str | os.PathLike) -> Any:
-    """A dataclass from the JSON file of its fields; the error names the file and what is wrong with it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
-        _check_names(dataclass_type.__name__, values, [field.name for field in fields(dataclass_type)])
-        return dataclass_type(**values)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a valid {dataclass_type.__name__}: {error}") from error
-
-
-def _check_names(owner: str, given: Mapping[str, Any], allowed: list[str]) -> None:
-    unknown = sorted(set(given) - set(allowed))
-    if unknown:
-        raise ValueError(f"{owner} has no {', '.join(f'`{name}`' for name in unknown)}; it has {', '.join(allowed)}.")
 
 
 # ------------------------------------------------------------------------------------------- what points score and take
 
 
 @dataclass
-class AccuracyTable:
+class AccuracyTable(BesideWeights):
     """What a checkpoint scores at its operating points, measured on some data; `accuracy_table.json` beside the weights."""
 
     metric: str  # e.g. "top-1 accuracy, ImageNet-1k validation"
     points: list[dict[str, Any]]  # tokens, width, depth, value
     higher_is_better: bool = True
+    file_name = "accuracy_table.json"
 
     def __post_init__(self):
         for point in self.points:
@@ -354,16 +350,6 @@ class AccuracyTable:
         ordered = sorted(self.points, key=lambda p: (p["depth"] * p["tokens"], p["width"]))
         ordered.sort(key=lambda p: p["value"], reverse=self.higher_is_better)
         return [{name: point[name] for name in AXES} for point in ordered]
-
-    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        os.makedirs(save_directory, exist_ok=True)
-        write_json(asdict(self), os.path.join(save_directory, ACCURACY_TABLE_NAME))
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **hub_kwargs) -> "AccuracyTable | None":
-        """Load it from a folder or the hub; None for a checkpoint without one."""
-        path = optional_file(pretrained_model_name_or_path, ACCURACY_TABLE_NAME, **hub_kwargs)
-        return None if path is None else read_json(cls, path)
 
 
 @dataclass

@@ -22,12 +22,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .adaptive_adaperceiver import (
     AdaptiveConfig,
-    AdaptiveKwargs,
     AdaptiveMixin,
     OperatingPoint,
     split_kwargs,
@@ -263,7 +263,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         pixel_values: torch.Tensor,
         granularities: Sequence[int] | None = None,
         depths: Iterable[int] | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Iterator[tuple[int, int, torch.Tensor]]:
         """
         `(depth, tokens, prediction)` at several depths and token counts, one after another, from one encoding. A prediction
@@ -368,7 +368,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         self,
         pixel_values: torch.Tensor | None = None,
         input_tokens: torch.Tensor | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverModelOutput:
         r"""
         pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)`):
@@ -553,7 +553,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         labels: torch.Tensor | None = None,
         teacher_logits: torch.Tensor | None = None,
         once_for_all: OnceForAll | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverClassifierOutput:
         r"""
         The loss is the sum of the terms whose target is given. With `config.adaptive_axes`, in training, it covers all
@@ -563,8 +563,6 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
             Targets of the loss, which is chosen by `config.problem_type` as everywhere in transformers.
         teacher_logits (`torch.Tensor` of shape `(batch, num_labels)`, *optional*):
             Targets of the logit distillation loss.
-        once_for_all (`OnceForAll`, *optional*):
-            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
         targets = {"labels": labels, "teacher_logits": teacher_logits}
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, targets)
@@ -655,7 +653,10 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         return lambda latents, prefixes: self.classifier(readout(latents, rope, folded, prefixes)).unbind(dim=1)
 
     def logits_by_tokens(
-        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+        self,
+        pixel_values: torch.Tensor,
+        granularities: Sequence[int] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Logits of several token counts from one encoding, `(granularities, batch, labels)`; see `predictions_grid`."""
         point, granularities, kwargs = self.resolve_grid(pixel_values, granularities, kwargs)
@@ -663,7 +664,10 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         return torch.stack([logits for _, _, logits in grid])
 
     def logits_grid(
-        self, pixel_values: torch.Tensor, granularities: Sequence[int] | None = None, **kwargs: Unpack[AdaptiveKwargs]
+        self,
+        pixel_values: torch.Tensor,
+        granularities: Sequence[int] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         """Logits at depths 1 to `depth` as well, `(depths, granularities, batch, labels)`; see `predictions_grid`."""
         point, granularities, kwargs = self.resolve_grid(pixel_values, granularities, kwargs)
@@ -672,7 +676,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
 
     @torch.no_grad()
     def anytime(
-        self, pixel_values: torch.Tensor, by: str = "depth", **kwargs: Unpack[AdaptiveKwargs]
+        self, pixel_values: torch.Tensor, by: str = "depth", **kwargs: Unpack[TransformersKwargs]
     ) -> Iterator[AdaPerceiverClassifierOutput]:
         """
         Yield better and better predictions, each when it is computed: stop when time is up and keep the last one.
@@ -740,7 +744,7 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
         teacher_logits: torch.Tensor | None = None,
         teacher_features: torch.Tensor | None = None,
         once_for_all: OnceForAll | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverDistillationOutput:
         r"""
         The loss is the sum of the terms whose target is given, over all configurations in once-for-all training, where
@@ -752,8 +756,6 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             Targets of the logit distillation loss.
         teacher_features (`torch.Tensor` of shape `(batch, patches, feature_size)`, *optional*):
             Targets of the feature distillation loss: the teacher's patch features, without its prefix tokens.
-        once_for_all (`OnceForAll`, *optional*):
-            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
         targets = {"labels": labels, "teacher_logits": teacher_logits, "teacher_features": teacher_features}
         step = self.once_for_all_step(once_for_all, pixel_values, kwargs, targets)
@@ -908,7 +910,7 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         once_for_all: OnceForAll | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverSegmenterOutput:
         r"""
         Logits come at the size of the images, `(batch, num_labels, height, width)`. Once-for-all training, by
@@ -916,8 +918,6 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
             Class of each pixel; pixels of `config.semantic_loss_ignore_index` (255) are ignored.
-        once_for_all (`OnceForAll`, *optional*):
-            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
@@ -971,7 +971,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         labels: torch.Tensor | None = None,
         loss_warm_up: bool = False,
         once_for_all: OnceForAll | None = None,
-        **kwargs: Unpack[AdaptiveKwargs],
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverDepthOutput:
         r"""
         `predicted_depth` comes at the size of the images, `(batch, height, width)`, in metres. Once-for-all training, by
@@ -981,8 +981,6 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
             Depth of each pixel; values outside `(0, config.max_depth]` and NaN are ignored.
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
-        once_for_all (`OnceForAll`, *optional*):
-            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`.
         """
         loss, depth, outputs = self.predict(pixel_values, labels, once_for_all, kwargs, warm_up=loss_warm_up)
         states, attentions = outputs.hidden_states, outputs.attentions
@@ -1019,7 +1017,7 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
 
     @capture_outputs(tie_last_hidden_states=False)
     @with_adaptive_arguments
-    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[AdaptiveKwargs]) -> AdaPerceiverBackboneOutput:
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> AdaPerceiverBackboneOutput:
         """Feature maps are of shape `(batch, hidden_size, height / patch_size, width / patch_size)`."""
         model, last = self.adaperceiver, max(self.stages)
         point, kwargs = self.resolve(pixel_values, kwargs)
