@@ -70,7 +70,8 @@ class DistillationArguments:
         default=None, metadata={"help": "Side of the images that the teacher sees, if not that of its processor."}
     )
     compile_teacher: bool = field(
-        default=False, metadata={"help": "Compile the teacher (a minute), which pays where it answers for many images."}
+        default=False,
+        metadata={"help": "Compile the teacher (a minute), which pays where it answers for many images."},
     )
     stem_from: str | None = field(
         default=None,
