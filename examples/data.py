@@ -233,6 +233,11 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
     return names
 
 
+def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
+    """The classes that have images, if that can be known."""
+    return set(split.with_format(None)["label"]) if isinstance(split, Dataset) else None
+
+
 def read_label_map(name: str) -> list[str]:
     """Names of classes in their order: of a file, or of one of those in `labels/`."""
     path = Path(name) if os.path.isfile(name) else LABELS / f"{name}.txt"

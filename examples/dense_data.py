@@ -463,30 +463,35 @@ def size_mismatch(image: Sequence[int], target: Sequence[int]) -> str:
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, decoded: int = 2000) -> None:
+def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, decoded: int = 2000) -> set[int]:
     """
     Stop before a training starts on data that would stop it later. Every file must be there and be of the size of its
-    partner; `decoded` targets, evenly spaced, must hold what they may (the others are checked when they are used).
+    partner; `decoded` targets, evenly spaced, must hold what they may (the others are checked when they are used). Gives the
+    classes that these masks show.
     """
     if len(dataset) == 0:
         raise SystemExit("There are no samples in the split.")
     encoding, kind = encoding_of(dataset), TARGETS[task]
     if task == "segmentation" and num_labels is not None:
         check_label_map(encoding.names, num_labels, "the model")
-    raw, problems = dataset.with_format(None), []
+    raw, problems, shown = dataset.with_format(None), [], torch.zeros(256, dtype=torch.long)
     # Arrays have no header; the others are not read.
     headers = raw if isinstance(raw.features[kind], Image) else raw.remove_columns(kind)
     whole = set(np.linspace(0, len(raw) - 1, min(decoded, len(raw))).astype(int).tolist())
     for index in tqdm(range(len(raw)), "checking samples", disable=len(raw) < 200, leave=False):
-        problem = problem_of(raw[index] if index in whole else headers[index], encoding, index in whole)
+        problem = problem_of(
+            raw[index] if index in whole else headers[index], encoding, shown if index in whole else None
+        )
         if problem is not None:
             problems.append(f"sample {index}, id {problem}")
     if problems:
         more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise SystemExit(f"{len(problems)} of {len(raw)} samples cannot be used:\n" + "\n".join(problems[:5]) + more)
+    return set(shown[:IGNORED].nonzero().flatten().tolist())
 
 
-def problem_of(sample: dict, encoding: Encoding, whole: bool) -> str | None:
+def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> str | None:
+    """What is wrong with a sample, if anything. With `shown`, its target is read, and the pixels of each class added there."""
     name, kind, sizes = sample["id"], TARGETS[encoding.task], {}
     for column in [column for column in ("image", kind) if column in sample]:
         stored = sample[column]
@@ -505,11 +510,16 @@ def problem_of(sample: dict, encoding: Encoding, whole: bool) -> str | None:
         sizes[column] = header.size if on_its_side else header.size[::-1]
     if kind in sizes and sizes["image"] != sizes[kind]:
         return f"{name}: {size_mismatch(sizes['image'], sizes[kind])}"
+    if shown is None:
+        return None
     try:
-        if whole and encoding.decode(sample[kind], name) is None:
-            return f"{name}: the {kind} is cut short."
+        target = encoding.decode(sample[kind], name)
     except ValueError as error:
         return str(error)
+    if target is None:
+        return f"{name}: the {kind} is cut short."
+    if encoding.task == "segmentation":
+        shown += torch.bincount(target.flatten(), minlength=256)
     return None
 
 

@@ -4,8 +4,9 @@ Train one AdaPerceiver for every number of tokens, every width and every depth, 
     accelerate launch examples/distill.py                                    # procedural scenes, minutes
     accelerate launch examples/distill.py examples/recipes/cifar10.yaml --dataset path/to/cifar10
     accelerate launch examples/distill.py examples/recipes/imagenet12k.yaml --output_dir runs/paper --resume
+    accelerate launch examples/distill.py --dataset path/to/images --teacher TEACHER    # recipes/own_distillation.yaml
 
-The recipe's values can be overridden on the command line; `--help` lists them all.
+The recipe's values can be overridden on the command line; `--help` lists all options with what they are by the recipe.
 """
 
 import json
@@ -23,6 +24,7 @@ from data import (
     DataArguments,
     MicroBatches,
     StreamedMicroBatches,
+    classes_seen,
     label_names,
     load_several,
     validation_batches,
@@ -36,10 +38,13 @@ from training import (
     OptimizationArguments,
     RunArguments,
     draws,
+    freeze_stem,
     model_card,
     normalisation,
     parse,
+    print_plan,
     print_scores,
+    recipe_for,
     shrink,
     start,
     train,
@@ -247,9 +252,7 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     )
     student = build_student(distillation, teacher)
     if distillation.freeze_stem:
-        if student.config.stem_layers is None:
-            raise SystemExit("--freeze_stem needs a student with a stem: --stem_from, or `stem_layers` in --student.")
-        student.adaperceiver.embeddings.patch_embeddings.freeze()
+        freeze_stem(student)
     processor = image_processor_for(student.config, "image-classification")
     features = distillation.distill == "features"
     training_data, validation_data = load_several(data, data.dataset, labelled=not features)
@@ -262,7 +265,13 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     augment = Augment(augmentation, student.config.image_size)
     grid = (student.config.grid_size, student.config.grid_size)
     size = optimization.micro_batch_size
-    steps = optimization.total_steps(None if isinstance(training_data, IterableDataset) else len(training_data))
+    images = None if isinstance(training_data, IterableDataset) else len(training_data)
+    steps = optimization.total_steps(images)
+    classes = None if features else list(student.config.id2label.values())
+    seen = None if features else classes_seen(training_data)
+    sides = (student.config.image_size,) * 2
+    name = ", ".join(Path(one).name for one in data.dataset)
+    print_plan(accelerator, name, (images, len(validation_data)), classes, seen, sides, optimization, steps)
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
         views = cache_views(
@@ -305,7 +314,6 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         return model((batch["images"] - mean) / std, once_for_all=draw(batch, step), **targets).loss
 
     def save(model, folder: Path, metrics: dict) -> None:
-        name = ", ".join(Path(one).name for one in data.dataset)
         if "grid" in metrics:
             model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
         card = model_card(f"AdaPerceiver distilled on {name}", "examples/distill.py", arguments, metrics)
@@ -331,11 +339,14 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
 def main(arguments: list[str]) -> None:
     groups = [RunArguments, DistillationData, AugmentationArguments, OptimizationArguments, DistillationArguments]
     before = None
-    for stage in parse(groups, arguments, RECIPES / "scenes.yaml"):
+    continued = any(part.split("=")[0] in ("--init_from", "--init-from") for part in arguments)
+    own = RECIPES / ("own_from_checkpoint.yaml" if continued else "own_distillation.yaml")
+    for stage in parse(groups, arguments, recipe_for(arguments, RECIPES / "scenes.yaml", own)):
         run, data, _, optimization, distillation = stage
         if run.smoke:
             shrink(run, data, optimization)
             distillation.student = json.dumps({**student_fields(distillation), "num_hidden_layers": 2})
+            distillation.compile_teacher = False
         if before is not None:
             distillation.init_from, distillation.stem_from = before, None
         run_stage(*stage)
