@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -702,6 +703,35 @@ def test_a_checkpoint_of_other_labels_gets_a_new_classifier_and_everything_is_tr
     head = [key for key in new if key.startswith("classifier.")]
     body = [key for key in new if key not in head]
     assert all((new[key] - old[key]).abs().max() < 0.1 for key in body)  # two steps from where they were
+
+
+def test_a_checkpoint_with_a_stem_goes_on_with_the_stem_frozen(arguments, tmp_path):
+    stem = {"stem_layers": [[6, 2, 3, 0], [8, 2, 5, 2]]}
+    distill.main(arguments(student={**STUDENT, **stem}, steps=1, eval_steps=0, output_dir=tmp_path / "first"))
+    changes = {"init_from": tmp_path / "first" / "final", "freeze_stem": True, "steps": 2, "eval_steps": 0}
+    distill.main(arguments(**changes, student="{}", learning_rate=0.1, warmup_steps=0))
+    before, after = (
+        AutoModelForImageClassification.from_pretrained(tmp_path / run / "final").adaperceiver.embeddings
+        for run in ("first", "run")
+    )
+    *frozen, projection = before.patch_embeddings
+    for old, new in zip(frozen, after.patch_embeddings):
+        assert_equal(new.state_dict(), old.state_dict())
+    assert not torch.equal(after.patch_embeddings[-1].weight, projection.weight)
+    with pytest.raises(SystemExit, match="--freeze_stem needs a model with a stem"):
+        distill.main(arguments(freeze_stem=True, output_dir=tmp_path / "other"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_teacher_says_the_same(tmp_path):
+    folder, accelerator = save_teacher(tmp_path / "teacher", kind="resnet"), Accelerator(cpu=True)
+    plain, compiled = (teachers.Teacher(folder, accelerator, compiled=compiled) for compiled in (False, True))
+    assert compiled.predict is not compiled.model
+    for count in (4, 3):  # a last batch is smaller
+        images = torch.rand(count, 3, 16, 16)
+        torch.testing.assert_close(compiled.logits(images), plain.logits(images), atol=1e-4, rtol=1e-4)
+    images = torch.rand(4, 3, 16, 16)
+    torch.testing.assert_close(compiled.features(images, (4, 4)), plain.features(images, (4, 4)), atol=1e-4, rtol=1e-4)
 
 
 def test_features_leave_the_classifier_of_other_labels_alone(arguments, whole_run, tmp_path):
