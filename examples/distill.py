@@ -173,7 +173,7 @@ def student_from(
     if other:  # also where there are as many classes as before
         student.classifier.load_state_dict(model_class(student.config).classifier.state_dict())
         teacher.accelerator.print(f"A new classifier of {student.config.num_labels} classes on {args.init_from}.")
-    student.drop_scores("it is trained on")
+    student.drop_scores("training changes its weights")
     return student
 
 

@@ -84,7 +84,7 @@ def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str
         parameter.requires_grad_(args.train_all or name.startswith(TRAINED) or name in new)
     if args.freeze_stem:
         freeze_stem(model)
-    model.drop_scores("it is trained on")
+    model.drop_scores("training changes its weights")
     return model
 
 

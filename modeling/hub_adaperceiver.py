@@ -227,7 +227,7 @@ class HubMixin:
             new = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
             new = sorted(key for key in new if ".router." not in key)  # which has no part in a fixed operating point
             if new:
-                model.drop_scores(f"{new[0]} is not that of {source}")
+                model.drop_scores(f"{new[0]} is new, {source} has none of its size")
         if adaptive_config is not None:
             model.adaptive_config = adaptive_config.copy()
         return (model, info) if output_loading_info else model

@@ -706,7 +706,7 @@ def test_real_ade20k_loads_and_passes_the_checks():
     dense_data.check_samples(train, "segmentation", 150, decoded=300)
     dense_data.check_samples(validation, "segmentation", 150, decoded=300)
     names = dense_data.mask_names(train)
-    shown = torch.cat([validation[index]["mask"].flatten() for index in range(50)]).long()
+    shown = torch.cat([validation[index]["mask"].flatten() for index in range(0, 500, 10)]).long()
     counts = torch.bincount(shown[shown != 255], minlength=150)
     assert {names[index] for index in counts.topk(3).indices} >= {
         "wall",

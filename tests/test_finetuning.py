@@ -278,9 +278,9 @@ def test_depth_by_default_is_well_above_chance(tmp_path):
 
 def test_the_recipes_name_only_known_arguments():
     scripts = {
-        run_image_classification: ["imagenet1k", "scenes_classification"],
-        run_semantic_segmentation: ["ade20k", "scenes_segmentation"],
-        run_depth_estimation: ["nyuv2", "scenes_depth"],
+        run_image_classification: ["imagenet1k", "scenes_classification", "own_classification"],
+        run_semantic_segmentation: ["ade20k", "scenes_segmentation", "own_segmentation", "pets_masks", "camvid"],
+        run_depth_estimation: ["nyuv2", "scenes_depth", "own_depth", "nyuv2_small"],
     }
     for script, recipes in scripts.items():
         for recipe in recipes:
