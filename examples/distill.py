@@ -265,13 +265,13 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     augment = Augment(augmentation, student.config.image_size)
     grid = (student.config.grid_size, student.config.grid_size)
     size = optimization.micro_batch_size
-    images = None if isinstance(training_data, IterableDataset) else len(training_data)
-    steps = optimization.total_steps(images)
+    images = tuple(None if isinstance(one, IterableDataset) else len(one) for one in (training_data, validation_data))
+    steps = optimization.total_steps(images[0])
     classes = None if features else list(student.config.id2label.values())
     seen = None if features else classes_seen(training_data)
     sides = (student.config.image_size,) * 2
     name = ", ".join(Path(one).name for one in data.dataset)
-    print_plan(accelerator, name, (images, len(validation_data)), classes, seen, sides, optimization, steps)
+    print_plan(accelerator, name, images, classes, seen, sides, optimization, steps)
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
         views = cache_views(

@@ -138,7 +138,7 @@ def print_help(parser: HfArgumentParser, path: Path, recipe: dict[str, Any], sta
 def print_plan(
     accelerator: Accelerator,
     name: str,
-    images: tuple[int | None, int],
+    images: tuple[int | None, int | None],
     classes: Sequence[str] | None,
     seen: Iterable[int] | None,
     image_size: tuple[int, int],
@@ -146,13 +146,12 @@ def print_plan(
     steps: int,
 ) -> None:
     """
-    What a run uses, before it starts. `images` are those of training (None for a stream) and validation, `seen` the classes
+    What a run uses, before it starts. `images` are those of training and validation (None for a stream), `seen` the classes
     that the training data have, if that is known.
     """
-    training, validation = images
-    count = "a stream of" if training is None else f"{training:,}"
+    training, validation = ("a stream of images" if count is None else f"{count:,} images" for count in images)
     what = "" if classes is None else f" of {len(classes)} classes"
-    accelerator.print(f"{name}: {count} images{what} to train on, {validation:,} to validate on.")
+    accelerator.print(f"{name}: {training}{what} to train on, {validation} to validate on.")
     if classes is not None and seen is not None:
         without = [classes[index] for index in range(len(classes)) if index not in {*seen}]
         if without:

@@ -88,7 +88,7 @@ def test_distillation_takes_neither_the_sizes_nor_the_first_images_of_the_scenes
     assert found["batch"]["images"].shape == (8, 3, 96, 96)
     assert found["model"].config.hidden_size == 192
     printed = capsys.readouterr().out
-    assert "images: 36 images of 4 classes to train on, 8 to validate on." in printed
+    assert "images: 36 images of 4 classes to train on, 8 images to validate on." in printed
     assert "No training image shows 1 of the classes: dog." in printed
     assert "Images of 96 x 96 pixels (height x width); 2 steps of 8 images (8 at a time)." in printed
     with pytest.raises(KeyboardInterrupt):
@@ -147,7 +147,7 @@ def test_dense_data_are_not_shrunk_to_the_pixels_of_scenes(kind, checkpoint, tmp
     assert min(found["batch"]["images"].shape[-2:]) > 96
     printed = capsys.readouterr().out
     assert "19 images" in printed
-    assert "1 to validate on" in printed
+    assert "1 images to validate on" in printed
     assert ("No training image shows 1 of the classes: lamp." in printed) == (kind == "segmentation")
 
 
