@@ -763,3 +763,15 @@ def test_real_pets_have_breeds_and_masks():
     dense_data.check_samples(masks, "segmentation", 2, decoded=100)
     middle = torch.stack([masks[index]["mask"][60:68, 60:68] for index in range(0, 300, 10)])
     assert (middle == 1).sum() > 3 * (middle == 0).sum()  # the animal is in the middle
+
+
+@real_samples
+def test_real_photographs_of_several_data_sets_are_one_without_labels():
+    names = ["mini_imagenet", "pets", "camvid", "nyuv2", "ade20k_small"]  # classes, classes, and three kinds of masks
+    args = data.DataArguments(train_samples=100, validation_samples=10)
+    train, validation = data.load_several(args, [str(SHARED / name) for name in names], labelled=False)
+    assert (train.column_names, len(train), len(validation)) == (["image"], 500, 50)
+    shapes = [data.decode(train[100 * index]["image"]).shape for index in range(5)]
+    assert shapes[0] == (3, 84, 84)
+    assert min(shapes[1][1:]) == 128
+    assert shapes[2] == shapes[3] == (3, 240, 320)
