@@ -1,12 +1,12 @@
 """
 Find the exit threshold that keeps the accuracy of the full model, and write it into the checkpoint.
 
-    python examples/calibrate.py --model checkpoints/adaperceiver-tiny-cifar10 --dataset path/to/cifar10 --max_drop 0.005
+    python examples/calibrate.py --model MODEL --dataset path/to/images --max_drop 0.005
 
-Give it images that the model was not trained on. One fifth of them finds a temperature for each depth. Two fifths find the lowest
-threshold at which early exit loses at most `--max_drop` of the images, right with the full model and wrong without, with probability
-`--confidence`: the bound holds since they had no part in the temperatures. The other two say what that gives. The result goes
-into `adaptive_config.json`, where every call finds it.
+It reads the validation images; give the `--holdout` of the training, so that the model was not trained on them. One fifth of
+them finds a temperature for each depth. Two fifths find the lowest threshold at which early exit loses at most `--max_drop` of
+the images, right with the full model and wrong without, with probability `--confidence`: the bound holds since they had no part
+in the temperatures. The other two say what that gives. The result goes into `adaptive_config.json`, where every call finds it.
 """
 
 import math

@@ -7,7 +7,7 @@ an interruption, the same effective batches see the same augmentations.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
-from datasets import ClassLabel, Dataset, Image, IterableDataset, load_dataset
+from datasets import ClassLabel, Dataset, Image, IterableDataset, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image as PILImage
 from scenes import scenes
@@ -50,10 +50,6 @@ class DataArguments:
             "default where the data have no validation split. No training reads a test split."
         },
     )
-    test_split: str | None = field(
-        default=None,
-        metadata={"help": "What the final scores are of: by default the first of test, validation and val."},
-    )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
     label_map: str | None = field(
@@ -64,29 +60,52 @@ class DataArguments:
     )
     shuffle_buffer: int = 10_000
     train_samples: int | None = field(
-        default=None, metadata={"help": "Use that many images alone, the same share of every class."}
+        default=None, metadata={"help": "Use at most that many images of a data set, the same share of every class."}
     )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
 
-def load_splits(args: DataArguments) -> tuple[Dataset | IterableDataset, Dataset]:
-    """Training and validation data with the columns `image` (not decoded) and `label`, whatever they come from."""
-    if args.dataset == "scenes":
-        train = scenes(args.train_samples or 8000, split="train")
-        validation = scenes(args.validation_samples or 1000, split="validation")
-        return standard_columns(train, "train", args), standard_columns(validation, "validation", args)
-    splits = load_any(args.dataset, args.dataset_config, streaming=args.streaming)
-    train, validation = two_splits(splits, args, partial(standard_columns, args=args))
+def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | IterableDataset, Dataset]:
+    """
+    Training and validation data with the columns `image` (not decoded) and `label`, whatever they come from. Where they need
+    not be `labelled`, a column of classes is kept if there is one.
+    """
+    train, validation = two_splits(stored_splits(args), args, partial(standard_columns, args=args, labelled=labelled))
     return subset(train, args.train_samples), subset(validation, args.validation_samples)
 
 
-def load_test(args: DataArguments) -> Dataset:
-    """The images of the final scores, with the same columns."""
-    if args.dataset == "scenes":
-        return standard_columns(scenes(args.validation_samples or 1000, split="validation"), "test", args)
-    name, split = test_split(load_any(args.dataset, args.dataset_config), args)
-    return subset(standard_columns(split, name, args), args.validation_samples)
+def load_several(
+    args: DataArguments, datasets: Sequence[str], labelled: bool = True
+) -> tuple[Dataset | IterableDataset, Dataset]:
+    """`load_splits` of several data sets, one after another; without labels, whatever their images show, if not `labelled`."""
+    parts = [load_splits(replace(args, dataset=one), labelled) for one in datasets]
+    if not labelled:
+        parts = [tuple(split.select_columns("image") for split in pair) for pair in parts]
+    if len(parts) == 1:
+        return parts[0]
+    features = [pair[0].features for pair in parts]
+    if any(one != features[0] for one in features):
+        raise SystemExit(f"--dataset {' '.join(datasets)} must have the same classes.")
+    return tuple(concatenate_datasets(list(splits)) for splits in zip(*parts))
+
+
+def load_scored(args: DataArguments, split: str | None) -> Dataset | IterableDataset:
+    """
+    The images of final scores: those of `split`, by default the first of test, validation and val. "validation" are those that
+    training scripts validate on, held out of the training split where there is no such split.
+    """
+    if split == "validation":
+        return load_splits(args)[1]
+    name, rows = scored_split(stored_splits(args), args.dataset, split)
+    return subset(standard_columns(rows, name, args), args.validation_samples)
+
+
+def stored_splits(args: DataArguments) -> Mapping[str, Dataset | IterableDataset]:
+    if args.dataset != "scenes":
+        return load_any(args.dataset, args.dataset_config, streaming=args.streaming)
+    train, validation = args.train_samples or 8000, args.validation_samples or 1000
+    return {"train": scenes(train, split="train"), "validation": scenes(validation, split="validation")}
 
 
 def load_any(path: str, config: str | None = None, **options) -> dict[str, Dataset | IterableDataset]:
@@ -105,8 +124,11 @@ def two_splits(
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
     Training and validation data in the form that `standard` gives a split. Validation data are the split that is named, or
-    images that are held out of the training split: never those of a test split that is not asked for by name.
+    validation or val, or images that are held out of the training split. Nothing here reads a test split.
     """
+    for option in ("train_split", "validation_split"):
+        if getattr(args, option) == "test":
+            raise SystemExit(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
     names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
     if args.train_split not in splits or (args.validation_split and validation_split is None):
@@ -124,14 +146,17 @@ def two_splits(
         raise SystemExit(f"--holdout must be above 0 and below 1, got {share}.")
     if not isinstance(train, Dataset):
         raise SystemExit(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
+    if len(train) < 2:
+        raise SystemExit(f"--dataset {args.dataset} has one training image: none can be held out.")
     return hold_out(train, share)
 
 
-def test_split(splits: Mapping[str, Dataset], args: Any) -> tuple[str, Dataset]:
-    names = [args.test_split] if args.test_split else ["test", "validation", "val"]
+def scored_split(splits: Mapping[str, Dataset], dataset: str, split: str | None) -> tuple[str, Dataset]:
+    """The split that final scores are of, and its name."""
+    names = [split] if split else ["test", "validation", "val"]
     name = next((name for name in names if name in splits), None)
     if name is None:
-        raise SystemExit(f"--dataset {args.dataset} must have one of the splits {names}, it has {list(splits)}.")
+        raise SystemExit(f"--dataset {dataset} must have a split {' or '.join(names)}, it has {list(splits)}.")
     return name, splits[name]
 
 
@@ -157,10 +182,9 @@ def stratified_order(split: Dataset, seed: int) -> np.ndarray:
     """A random order of the images, any beginning of which has the same share of every class, where classes are known."""
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(split))
-    labels = split.with_format("arrow")["label"] if "label" in split.column_names else None
-    if labels is None or not pyarrow.types.is_integer(split.features["label"].pa_type):
+    if not is_class(split.features.get("label")):
         return order
-    classes = labels.to_numpy()[order] if hasattr(labels, "to_numpy") else np.asarray(labels)[order]
+    classes = np.asarray(split.with_format(None)["label"])[order]
     position = np.empty(len(order))
     for label in np.unique(classes):
         rows = np.flatnonzero(classes == label)
@@ -168,17 +192,26 @@ def stratified_order(split: Dataset, seed: int) -> np.ndarray:
     return order[np.argsort(position, kind="stable")]
 
 
-def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArguments):
+def is_class(feature: Any) -> bool:
+    return isinstance(feature, (ClassLabel, Value)) and pyarrow.types.is_integer(feature.pa_type)
+
+
+def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArguments, labelled: bool = True):
     features = split.features or {}
     image = args.image_column or next((n for n, f in features.items() if isinstance(f, Image)), None)
     label = args.label_column or next((n for n in ("label", "labels", "cls", "fine_label") if n in features), None)
-    for option, column in (("image_column", image), ("label_column", label)):
+    if not labelled and args.label_column is None and not is_class(features.get(label)):  # masks have that name, too
+        label = None
+    columns = {"image_column": image, "label_column": label}
+    if label is None and not labelled:
+        del columns["label_column"]
+    for option, column in columns.items():
         if column not in features:
             raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
     if isinstance(split, Dataset) and len(split) == 0:
         raise SystemExit(f"--dataset {args.dataset} has no images in its {name} split.")
-    names = {old: new for old, new in ((image, "image"), (label, "label")) if old != new}
-    split = split.select_columns([image, label]).rename_columns(names)
+    names = {old: new for old, new in ((image, "image"), (label, "label")) if old not in (new, None)}
+    split = split.select_columns(list(columns.values())).rename_columns(names)
     return split.cast_column("image", Image(decode=False))
 
 
@@ -198,6 +231,11 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
     elif isinstance(split, Dataset) and (largest := pyarrow.compute.max(split.data["label"]).as_py()) >= len(names):
         check_label_map(names, largest + 1, f"--dataset {args.dataset}")
     return names
+
+
+def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
+    """The classes that have images, if that can be known."""
+    return set(split.with_format(None)["label"]) if isinstance(split, Dataset) else None
 
 
 def read_label_map(name: str) -> list[str]:
@@ -288,16 +326,23 @@ class Augment:
         labels = torch.as_tensor(labels)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(*seed))
-            if len({image.shape for image in images}) == 1:
-                views = self.crop(torch.stack(tuple(images)) / 255)
-            else:
-                views = torch.cat([self.crop(image[None] / 255) for image in images])
+            views = self.cropped(images)
             views = views if self.flip is None else self.flip(views)
             if self.randaugment is not None:
                 views = torch.cat([self.randaugment(part) for part in views.split(self.group)])
             views = views if self.erasing is None else self.erasing(views)
             views, other_labels, share = self.mix(views.clamp(0, 1), labels)
         return {"images": views, "labels": labels, "other_labels": other_labels, "share": share}
+
+    def cropped(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Images of one size are cropped together."""
+        by_size = {}
+        for place, image in enumerate(images):
+            by_size.setdefault(image.shape, []).append(place)
+        crops = [self.crop(torch.stack([images[place] for place in places]) / 255) for places in by_size.values()]
+        return torch.cat(crops)[
+            torch.argsort(torch.tensor([place for places in by_size.values() for place in places]))
+        ]
 
     def mix(self, views: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mixup or CutMix (one of them by chance if both are on) with another image of the batch."""
@@ -317,9 +362,9 @@ class Augment:
 
 
 def read_labelled(sample: dict) -> tuple[torch.Tensor, int] | None:
-    """Image and label, or None if the image cannot be read."""
+    """Image and label (-1 where there is none), or None if the image cannot be read."""
     image = decode(sample["image"])
-    return None if image is None else (image, sample["label"])
+    return None if image is None else (image, sample.get("label", -1))
 
 
 class MicroBatches(torch.utils.data.Dataset):

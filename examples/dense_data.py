@@ -19,12 +19,23 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from data import LABELS, check_label_map, decode, load_any, own_pairs, read_label_map, seed_of, subset, two_splits
+from data import (
+    LABELS,
+    check_label_map,
+    decode,
+    load_any,
+    own_pairs,
+    read_label_map,
+    scored_split,
+    seed_of,
+    subset,
+    two_splits,
+)
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from scenes import MASK_LABELS, scenes
@@ -70,10 +81,6 @@ class DenseDataArguments:
             "validation split. No training reads a test split."
         },
     )
-    test_split: str | None = field(
-        default=None,
-        metadata={"help": "What the final scores are of: by default the first of test, validation and val."},
-    )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
     label_map: str | None = field(
@@ -82,12 +89,17 @@ class DenseDataArguments:
     reduce_labels: bool | None = field(
         default=None, metadata={"help": "Stored class 0 does not count, and the others move down by one."}
     )
-    ignored_class: int | None = field(default=None, metadata={"help": "A stored class that does not count, as 255."})
+    mask_values: list[int] | None = field(
+        default=None, metadata={"help": "Stored values of the classes, in the order of their names, if not 0, 1, ..."}
+    )
+    ignored_class: int | None = field(default=None, metadata={"help": "A stored value that does not count, as 255."})
     depth_scale: float | None = field(
         default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
     )
     depth_offset: float = 0.0
-    train_samples: int | None = field(default=None, metadata={"help": "Use that many images alone, for a trial."})
+    train_samples: int | None = field(
+        default=None, metadata={"help": "Use at most that many images, drawn at random."}
+    )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
@@ -99,6 +111,9 @@ class Encoding:
     task: str
     names: tuple[str, ...] = ()  # of the classes
     reduce_labels: bool = False
+    mask_values: tuple[
+        int, ...
+    ] = ()  # stored values of the classes; () for 0, 1, ..., or 1, 2, ... with `reduce_labels`
     ignored_class: int = IGNORED
     depth_scale: float | None = None
     depth_offset: float = 0.0
@@ -120,16 +135,18 @@ class Encoding:
 
     def classes(self, stored: np.ndarray, name: str) -> np.ndarray:
         first = int(self.reduce_labels)
+        values = list(self.mask_values or range(first, first + len(self.names)))
         table = np.full(256, -1)
-        table[first : first + len(self.names)] = range(len(self.names))
+        table[values] = range(len(values))
         table[[self.ignored_class, IGNORED] + [0] * first] = IGNORED
         classes = table[stored.clip(0, 255).astype(np.uint8)]
         bad = (classes < 0) | (stored < 0) | (stored > 255)
         if bad.any():
             others = " and ".join(str(other) for other in sorted({self.ignored_class, IGNORED, *range(first)}))
+            allowed = ", ".join(map(str, self.mask_values)) or f"{first} to {values[-1]}"
             raise ValueError(
-                f"{name}: the mask has class {stored[bad][0]} ({bad.sum()} pixels), allowed are {first} to "
-                f"{first + len(self.names) - 1}, and {others} for what does not count."
+                f"{name}: the mask has class {stored[bad][0]} ({bad.sum()} pixels), allowed are {allowed}, and {others} for "
+                "what does not count."
             )
         return classes.astype(np.uint8)
 
@@ -177,20 +194,45 @@ def open_stored(stored: dict) -> PILImage.Image:
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
+class Stored(NamedTuple):
+    """The splits of a data set as they are stored, and what its targets mean."""
+
+    splits: Mapping[str, Dataset]
+    encoding: Encoding
+
+
 def load_dense_splits(args: DenseDataArguments, task: str) -> tuple[Dataset, Dataset]:
     """Training and validation data with the columns `image` (not decoded), `mask` or `depth`, and `id`."""
+    return standard_splits(stored_pairs(args, task), args)
+
+
+def load_dense_scored(args: DenseDataArguments, task: str, split: str | None) -> Dataset:
+    """The samples of final scores, with the same columns: as `load_scored` of `data.py`."""
+    if split == "validation":
+        return load_dense_splits(args, task)[1]
+    splits, encoding = stored_pairs(args, task)
+    name, rows = scored_split(splits, args.dataset, split)
+    rows = standard_columns(rows, name, args, chosen_encoding(encoding, args))
+    return subset(rows, args.validation_samples)
+
+
+def stored_pairs(args: DenseDataArguments, task: str) -> Stored:
     if task not in TARGETS:
         raise ValueError(f"`task` must be one of {', '.join(TARGETS)}, got {task!r}.")
     if args.dataset == "scenes":
-        return dense_scenes(args.train_samples or 8000, args.validation_samples or 1000, task)
+        return stored_scenes(args.train_samples or 8000, args.validation_samples or 1000, task)
     kind = args.encoding or recognised(args.dataset)
     if kind is None:
-        return dense(args.dataset, task, args)
-    loaders = {"ade20k": (ade20k, "segmentation"), "camvid": (camvid, "segmentation"), "nyuv2": (nyuv2, "depth")}
+        return Stored(load_any(args.dataset, args.dataset_config), Encoding(task))
+    loaders = {
+        "ade20k": (stored_ade20k, "segmentation"),
+        "camvid": (stored_camvid, "segmentation"),
+        "nyuv2": (stored_nyuv2, "depth"),
+    }
     function, of = loaders[kind]
     if of != task:
         raise SystemExit(f"--dataset {args.dataset} is {kind}, which is for {of}, not for {task}.")
-    return function(args.dataset, args)
+    return function(args.dataset)
 
 
 def recognised(source: str) -> str | None:
@@ -201,6 +243,10 @@ def recognised(source: str) -> str | None:
 
 def ade20k(source: str = ADE20K, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
     """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 does not count."""
+    return standard_splits(stored_ade20k(source), args, source)
+
+
+def stored_ade20k(source: str) -> Stored:
     if tree := ade20k_tree(source):
         folders = {"train": "training", "validation": "validation"}
         splits = {
@@ -211,8 +257,7 @@ def ade20k(source: str = ADE20K, args: DenseDataArguments | None = None) -> tupl
         splits = load_any(source, revision="refs/convert/parquet", data_dir="scene_parsing")
     else:
         splits = load_any(source)
-    encoding = Encoding("segmentation", tuple(read_label_map("ade20k")), reduce_labels=True)
-    return standard_splits(splits, source, encoding, args)
+    return Stored(splits, Encoding("segmentation", tuple(read_label_map("ade20k")), reduce_labels=True))
 
 
 def ade20k_tree(source: str) -> Path | None:
@@ -222,19 +267,26 @@ def ade20k_tree(source: str) -> Path | None:
 
 def camvid(source: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
     """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 does not count."""
+    return standard_splits(stored_camvid(source), args, source)
+
+
+def stored_camvid(source: str) -> Stored:
     if Path(source, "trainannot").is_dir():
-        splits = {name: paired_files(Path(source, name), Path(source, f"{name}annot")) for name in ("train", "val")}
+        names = ["train", "val", *(["test"] if Path(source, "testannot").is_dir() else [])]
+        splits = {name: paired_files(Path(source, name), Path(source, f"{name}annot")) for name in names}
     else:
         splits = load_any(source)
-    encoding = Encoding("segmentation", tuple(read_label_map("camvid")), ignored_class=11)
-    return standard_splits(splits, source, encoding, args)
+    return Stored(splits, Encoding("segmentation", tuple(read_label_map("camvid")), ignored_class=11))
 
 
 def nyuv2(source: str = NYUV2, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
     """Rooms: from the hub, a folder of parquet files or shards, or the official labelled file (795 and 654 images)."""
+    return standard_splits(stored_nyuv2(source), args, source)
+
+
+def stored_nyuv2(source: str) -> Stored:
     file = nyuv2_file(source)
-    splits = nyuv2_official(file) if file else load_any(source)
-    return standard_splits(splits, source, Encoding("depth"), args)
+    return Stored(nyuv2_official(file) if file else load_any(source), Encoding("depth"))
 
 
 def nyuv2_file(source: str) -> Path | None:
@@ -266,7 +318,7 @@ def nyuv2_official(file: Path) -> dict[str, Dataset]:
     common = {"file": str(file.resolve()), "version": (file.stat().st_mtime_ns, file.stat().st_size)}
     return {
         name: Dataset.from_generator(nyuv2_rows, features, gen_kwargs={**common, "numbers": tuple(numbers)})
-        for name, numbers in (("train", train), ("validation", test))
+        for name, numbers in (("train", train), ("test", test))
     }
 
 
@@ -298,13 +350,17 @@ def nyuv2_rows(file: str, numbers: Sequence[int], version: tuple[int, int]) -> I
 
 
 def dense_scenes(train: int = 8000, validation: int = 1000, task: str = "segmentation") -> tuple[Dataset, Dataset]:
+    return standard_splits(stored_scenes(train, validation, task))
+
+
+def stored_scenes(train: int, validation: int, task: str) -> Stored:
     splits = {"train": scenes(train), "validation": scenes(validation, split="validation")}
-    return standard_splits(splits, "scenes", Encoding(task, tuple(MASK_LABELS)), None)
+    return Stored(splits, Encoding(task, tuple(MASK_LABELS)))
 
 
 def dense(source: str, task: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
     """Any data set with a column of images and one of targets; `--label_map` names the classes of masks."""
-    return standard_splits(load_any(source, args and args.dataset_config), source, Encoding(task), args)
+    return standard_splits(Stored(load_any(source, args and args.dataset_config), Encoding(task)), args, source)
 
 
 def paired_files(images: Path, targets: Path) -> Dataset:
@@ -328,9 +384,18 @@ def paired_files(images: Path, targets: Path) -> Dataset:
 
 
 def standard_splits(
-    splits: Mapping[str, Dataset], source: str, encoding: Encoding, args: DenseDataArguments | None
+    stored: Stored, args: DenseDataArguments | None = None, source: str | None = None
 ) -> tuple[Dataset, Dataset]:
-    args = replace(args or DenseDataArguments(), dataset=str(source))
+    args = args or DenseDataArguments()
+    args = args if source is None else replace(args, dataset=str(source))
+    standard = partial(standard_columns, args=args, encoding=chosen_encoding(stored.encoding, args))
+    train, validation = two_splits(stored.splits, args, standard)
+    return subset(train, args.train_samples), subset(validation, args.validation_samples)
+
+
+def chosen_encoding(encoding: Encoding, args: DenseDataArguments) -> Encoding:
+    """With what `args` say of it."""
+    source = args.dataset
     if encoding.task == "segmentation" and args.label_map is not None:
         names = read_label_map(args.label_map)
         if encoding.names:
@@ -341,10 +406,20 @@ def standard_splits(
             f"--dataset {source}: --label_map must name its classes, 1 to {IGNORED} of them, got {len(encoding.names)}. If "
             "it is ADE20K or CamVid in another form, --encoding says so."
         )
+    if args.mask_values is not None:
+        values, ignored = args.mask_values, {IGNORED, args.ignored_class}
+        if args.reduce_labels:
+            raise SystemExit("--mask_values and --reduce_labels exclude each other.")
+        if len(set(values)) != len(encoding.names) or len(values) != len(encoding.names) or ignored & {*values}:
+            raise SystemExit(
+                f"--mask_values must be one value for each of the {len(encoding.names)} classes, each another one and not "
+                f"ignored, got {values}."
+            )
+        if min(values) < 0 or max(values) >= IGNORED:
+            raise SystemExit(f"--mask_values must be from 0 to {IGNORED - 1}, got {values}.")
+        encoding = replace(encoding, mask_values=tuple(values), reduce_labels=False)
     chosen = ("reduce_labels", "ignored_class", "depth_scale", "depth_offset")
-    encoding = replace(encoding, **{name: getattr(args, name) for name in chosen if getattr(args, name) is not None})
-    train, validation = two_splits(splits, args, partial(standard_columns, args=args, encoding=encoding))
-    return subset(train, args.train_samples), subset(validation, args.validation_samples)
+    return replace(encoding, **{name: getattr(args, name) for name in chosen if getattr(args, name) is not None})
 
 
 def standard_columns(split: Dataset, name: str, args: DenseDataArguments, encoding: Encoding) -> Dataset:
@@ -388,30 +463,35 @@ def size_mismatch(image: Sequence[int], target: Sequence[int]) -> str:
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, decoded: int = 2000) -> None:
+def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, decoded: int = 2000) -> set[int]:
     """
     Stop before a training starts on data that would stop it later. Every file must be there and be of the size of its
-    partner; `decoded` targets, evenly spaced, must hold what they may (the others are checked when they are used).
+    partner; `decoded` targets, evenly spaced, must hold what they may (the others are checked when they are used). Gives the
+    classes that these masks show.
     """
     if len(dataset) == 0:
         raise SystemExit("There are no samples in the split.")
     encoding, kind = encoding_of(dataset), TARGETS[task]
     if task == "segmentation" and num_labels is not None:
         check_label_map(encoding.names, num_labels, "the model")
-    raw, problems = dataset.with_format(None), []
+    raw, problems, shown = dataset.with_format(None), [], torch.zeros(256, dtype=torch.long)
     # Arrays have no header; the others are not read.
     headers = raw if isinstance(raw.features[kind], Image) else raw.remove_columns(kind)
     whole = set(np.linspace(0, len(raw) - 1, min(decoded, len(raw))).astype(int).tolist())
     for index in tqdm(range(len(raw)), "checking samples", disable=len(raw) < 200, leave=False):
-        problem = problem_of(raw[index] if index in whole else headers[index], encoding, index in whole)
+        problem = problem_of(
+            raw[index] if index in whole else headers[index], encoding, shown if index in whole else None
+        )
         if problem is not None:
             problems.append(f"sample {index}, id {problem}")
     if problems:
         more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise SystemExit(f"{len(problems)} of {len(raw)} samples cannot be used:\n" + "\n".join(problems[:5]) + more)
+    return set(shown[:IGNORED].nonzero().flatten().tolist())
 
 
-def problem_of(sample: dict, encoding: Encoding, whole: bool) -> str | None:
+def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> str | None:
+    """What is wrong with a sample, if anything. With `shown`, its target is read, and the pixels of each class added there."""
     name, kind, sizes = sample["id"], TARGETS[encoding.task], {}
     for column in [column for column in ("image", kind) if column in sample]:
         stored = sample[column]
@@ -430,11 +510,16 @@ def problem_of(sample: dict, encoding: Encoding, whole: bool) -> str | None:
         sizes[column] = header.size if on_its_side else header.size[::-1]
     if kind in sizes and sizes["image"] != sizes[kind]:
         return f"{name}: {size_mismatch(sizes['image'], sizes[kind])}"
+    if shown is None:
+        return None
     try:
-        if whole and encoding.decode(sample[kind], name) is None:
-            return f"{name}: the {kind} is cut short."
+        target = encoding.decode(sample[kind], name)
     except ValueError as error:
         return str(error)
+    if target is None:
+        return f"{name}: the {kind} is cut short."
+    if encoding.task == "segmentation":
+        shown += torch.bincount(target.flatten(), minlength=256)
     return None
 
 

@@ -4,8 +4,9 @@ Train one AdaPerceiver for every number of tokens, every width and every depth, 
     accelerate launch examples/distill.py                                    # procedural scenes, minutes
     accelerate launch examples/distill.py examples/recipes/cifar10.yaml --dataset path/to/cifar10
     accelerate launch examples/distill.py examples/recipes/imagenet12k.yaml --output_dir runs/paper --resume
+    accelerate launch examples/distill.py --dataset path/to/images --teacher TEACHER    # recipes/own_distillation.yaml
 
-The recipe's values can be overridden on the command line; `--help` lists them all.
+The recipe's values can be overridden on the command line; `--help` lists all options with what they are by the recipe.
 """
 
 import json
@@ -23,8 +24,9 @@ from data import (
     DataArguments,
     MicroBatches,
     StreamedMicroBatches,
+    classes_seen,
     label_names,
-    load_splits,
+    load_several,
     validation_batches,
 )
 from datasets import IterableDataset
@@ -36,10 +38,13 @@ from training import (
     OptimizationArguments,
     RunArguments,
     draws,
+    freeze_stem,
     model_card,
     normalisation,
     parse,
+    print_plan,
     print_scores,
+    recipe_for,
     shrink,
     start,
     train,
@@ -58,6 +63,17 @@ RECIPES = Path(__file__).parent / "recipes"
 USAGE = """    from transformers import pipeline
     classify = pipeline("image-classification", "{folder}", trust_remote_code=True)
     classify("image.png", exit_threshold=0.9, report=True)"""
+
+
+@dataclass
+class DistillationData(DataArguments):
+    dataset: list[str] = field(
+        default_factory=lambda: ["scenes"],
+        metadata={
+            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; or several of '
+            "them. --distill features needs no labels."
+        },
+    )
 
 
 @dataclass
@@ -82,25 +98,31 @@ class DistillationArguments:
     stem_stages: int = field(default=3, metadata={"help": "How many of its stages."})
     freeze_stem: bool = field(default=False, metadata={"help": "Leave the convolutions of the stem as they are."})
     student: str = field(default="{}", metadata={"help": "Fields of AdaPerceiverConfig, as JSON; a file or the text."})
-    init_from: str | None = field(default=None, metadata={"help": "A checkpoint to start from, e.g. another stage's."})
+    init_from: str | None = field(
+        default=None,
+        metadata={
+            "help": "A checkpoint to start from, e.g. another stage's; if the teacher has other classes, under a new classifier."
+        },
+    )
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
     distill: str = field(default="logits", metadata={"choices": ["logits", "features"]})
     label_loss: bool = field(default=False, metadata={"help": "Add the label loss to that of the teacher's logits."})
     cached_views: int = field(
         default=0,
         metadata={
-            "help": "Keep that many views of every image, with the teacher's logits, and train on them in turn."
+            "help": "Keep that many views of every image, with the teacher's logits or features, and train on them in turn."
         },
     )
     cached_flips: bool = field(
         default=False,
         metadata={
-            "help": "Mirror kept views at random as they are used, under the logits of the view as it was kept."
+            "help": "Mirror kept views at random as they are used, under the logits of the view as it was kept, or under its "
+            "features, mirrored."
         },
     )
     cached_shift: int = field(
         default=0,
-        metadata={"help": "Move kept views by up to that many pixels as they are used, as with cached_flips."},
+        metadata={"help": "Move kept views by up to that many pixels as they are used, under the same logits."},
     )
 
 
@@ -113,11 +135,9 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
     changes = {"adaptive_axes": args.adaptive_axes}
     if args.distill == "features":
         changes["feature_size"] = teacher.feature_size()
+    labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
     if args.init_from is not None:
-        # The feature adapter is new when a classifier goes on to features; the sizes of everything else must agree.
-        student = model_class.from_pretrained(args.init_from, **{**student_fields(args), **changes})
-        teacher.check_labels(list(student.config.id2label.values()), f"--init_from {args.init_from}")
-        return student
+        return student_from(args, model_class, teacher, labels, changes)
     layers = []
     if args.stem_from is not None:
         source = teacher
@@ -126,10 +146,34 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
         layers = stem_of(source.model, args.stem_stages)
         changes["stem_layers"] = [row for row, _ in layers]
         changes["image_mean"], changes["image_std"] = source.mean.flatten().tolist(), source.std.flatten().tolist()
-    labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
     student = model_class(AdaPerceiverConfig(**{**student_fields(args), **labels, **changes}))
-    for layer, (_, weights) in zip(student.adaperceiver.embeddings.patch_embeddings, layers):
-        layer.load_state_dict(weights)
+    for number, (_, weights) in enumerate(layers):
+        student.adaperceiver.embeddings.patch_embeddings[number].load_state_dict(weights)
+    return student
+
+
+def student_from(
+    args: DistillationArguments, model_class: type, teacher: Teacher, labels: dict, changes: dict
+) -> AdaPerceiverForImageClassification:
+    """
+    The checkpoint of `--init_from`: with its own classifier, or with a new one if the teacher's logits are of other classes.
+    The feature adapter is new when a classifier goes on to features; the sizes of everything else must agree.
+    """
+    names = AdaPerceiverConfig.from_pretrained(args.init_from).id2label.values()
+    other = args.distill == "logits" and bool(teacher.different_labels(list(names)))
+    student, found = model_class.from_pretrained(
+        args.init_from,
+        **{**student_fields(args), **(labels if other else {}), **changes},
+        ignore_mismatched_sizes=other,
+        output_loading_info=True,
+    )
+    mismatched = [key[0] for key in found["mismatched_keys"] if not key[0].startswith("classifier.")]
+    if mismatched:
+        raise SystemExit(f"--init_from {args.init_from} has {mismatched[0]} in another size than --student asks for.")
+    if other:  # also where there are as many classes as before
+        student.classifier.load_state_dict(model_class(student.config).classifier.state_dict())
+        teacher.accelerator.print(f"A new classifier of {student.config.num_labels} classes on {args.init_from}.")
+    student.drop_scores("training changes its weights")
     return student
 
 
@@ -167,16 +211,31 @@ def evaluate_features(model, dataset, processor, accelerator, teacher: Teacher, 
     return found
 
 
-def check(data: DataArguments, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
-    if args.cached_views and (data.streaming or args.distill == "features"):
-        raise SystemExit(f"--cached_views {args.cached_views} needs data that can be indexed and --distill logits.")
+def check(data: DistillationData, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
+    if args.teacher == "scenes" and data.dataset != ["scenes"]:
+        raise SystemExit(f"--dataset {' '.join(data.dataset)} needs a --teacher.")
+    if data.streaming and (args.cached_views or len(data.dataset) > 1):
+        raise SystemExit(
+            "--streaming is for one --dataset without --cached_views, which need data that can be indexed."
+        )
+    if (args.cached_flips or args.cached_shift) and not args.cached_views:
+        raise SystemExit("--cached_flips and --cached_shift need --cached_views.")
+    if args.cached_shift and args.distill == "features":
+        raise SystemExit(
+            f"--cached_shift {args.cached_shift} needs --distill logits: features would not move with the image."
+        )
+    if args.label_loss and args.distill == "features":
+        raise SystemExit("--label_loss needs --distill logits.")
     if args.label_loss and (augmentation.mixup_alpha or augmentation.cutmix_alpha):
         raise SystemExit(
             "--label_loss needs --mixup_alpha 0 and --cutmix_alpha 0: mixed images have no label of their own."
         )
+    if args.init_from is not None and args.stem_from is not None:
+        raise SystemExit("--init_from and --stem_from exclude each other: the checkpoint has its own stem.")
 
 
 def run_stage(run, data, augmentation, optimization, distillation) -> None:
+    check(data, augmentation, distillation)
     started = start(run, data, augmentation, optimization, distillation)
     if started is None:
         return
@@ -193,24 +252,44 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
     )
     student = build_student(distillation, teacher)
     if distillation.freeze_stem:
-        if student.config.stem_layers is None:
-            raise SystemExit("--freeze_stem needs a student with a stem: --stem_from, or `stem_layers` in --student.")
-        student.adaperceiver.embeddings.patch_embeddings.freeze()
+        freeze_stem(student)
     processor = image_processor_for(student.config, "image-classification")
-    training_data, validation_data = load_splits(data)
-    teacher.check_labels(label_names(training_data), f"--dataset {data.dataset}")
-    if distillation.distill == "features":  # what gets no gradient need not wait for one in other processes
+    features = distillation.distill == "features"
+    training_data, validation_data = load_several(data, data.dataset, labelled=not features)
+    if not features:
+        teacher.check_labels(label_names(training_data), f"--dataset {' '.join(data.dataset)}")
+    if features:  # what gets no gradient need not wait for one in other processes
         student.adaperceiver.class_readout.requires_grad_(False)
         student.classifier.requires_grad_(False)
 
-    check(data, augmentation, distillation)
     augment = Augment(augmentation, student.config.image_size)
+    grid = (student.config.grid_size, student.config.grid_size)
     size = optimization.micro_batch_size
-    steps = optimization.total_steps(None if isinstance(training_data, IterableDataset) else len(training_data))
+    images = tuple(None if isinstance(one, IterableDataset) else len(one) for one in (training_data, validation_data))
+    steps = optimization.total_steps(images[0])
+    classes = None if features else list(student.config.id2label.values())
+    seen = None if features else classes_seen(training_data)
+    sides = (student.config.image_size,) * 2
+    name = ", ".join(Path(one).name for one in data.dataset)
+    print_plan(accelerator, name, images, classes, seen, sides, optimization, steps)
     if distillation.cached_views:
         count, folder = distillation.cached_views, Path(run.output_dir).parent
-        views = cache_views(training_data, augment, teacher, count, folder, run.seed, data.workers, accelerator)
-        moves = {"flips": distillation.cached_flips, "shift": distillation.cached_shift}
+        views = cache_views(
+            training_data,
+            augment,
+            teacher,
+            count,
+            folder,
+            run.seed,
+            data.workers,
+            accelerator,
+            grid if features else None,
+        )
+        moves = {
+            "flips": distillation.cached_flips,
+            "shift": distillation.cached_shift,
+            "answer": distillation.distill,
+        }
         batches = CachedMicroBatches(views, count, len(training_data), size, run.seed, **moves)
     elif isinstance(training_data, IterableDataset):
         stream = training_data.shuffle(run.seed, buffer_size=data.shuffle_buffer)
@@ -220,33 +299,28 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
         batches = MicroBatches(training_data, size, augment, run.seed)
 
     mean, std = normalisation(processor, accelerator)
-    grid = (student.config.grid_size, student.config.grid_size)
     draw = draws(student.config, distillation.adaptive_axes, run.seed, optimization, accelerator)
 
     def loss_of(model, batch, step: int) -> torch.Tensor:
-        targets = {}
-        with accelerator.autocast():
-            if distillation.distill == "features":
-                targets["teacher_features"] = teacher.features(batch["images"], grid)
-            else:
-                cached = batch.get("teacher_logits")
-                targets["teacher_logits"] = teacher.logits(batch["images"]) if cached is None else cached
+        targets = {name: values for name, values in batch.items() if name.startswith("teacher_")}  # of cached views
+        if not targets:
+            with accelerator.autocast():
+                if features:
+                    targets["teacher_features"] = teacher.features(batch["images"], grid)
+                else:
+                    targets["teacher_logits"] = teacher.logits(batch["images"])
         if distillation.label_loss:
             targets["labels"] = batch["labels"]
         return model((batch["images"] - mean) / std, once_for_all=draw(batch, step), **targets).loss
 
     def save(model, folder: Path, metrics: dict) -> None:
-        name = Path(data.dataset).name
         if "grid" in metrics:
             model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
         card = model_card(f"AdaPerceiver distilled on {name}", "examples/distill.py", arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
     common = {"dataset": validation_data, "processor": processor, "accelerator": accelerator}
-    if distillation.distill == "features":
-        measure = partial(evaluate_features, teacher=teacher, **common)
-    else:
-        measure = partial(evaluate, **common)
+    measure = partial(evaluate_features, teacher=teacher, **common) if features else partial(evaluate, **common)
     metrics = train(
         accelerator,
         student,
@@ -263,13 +337,16 @@ def run_stage(run, data, augmentation, optimization, distillation) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    groups = [RunArguments, DataArguments, AugmentationArguments, OptimizationArguments, DistillationArguments]
+    groups = [RunArguments, DistillationData, AugmentationArguments, OptimizationArguments, DistillationArguments]
     before = None
-    for stage in parse(groups, arguments, RECIPES / "scenes.yaml"):
+    continued = any(part.split("=")[0] in ("--init_from", "--init-from") for part in arguments)
+    own = RECIPES / ("own_from_checkpoint.yaml" if continued else "own_distillation.yaml")
+    for stage in parse(groups, arguments, recipe_for(arguments, RECIPES / "scenes.yaml", own)):
         run, data, _, optimization, distillation = stage
         if run.smoke:
             shrink(run, data, optimization)
             distillation.student = json.dumps({**student_fields(distillation), "num_hidden_layers": 2})
+            distillation.compile_teacher = False
         if before is not None:
             distillation.init_from, distillation.stem_from = before, None
         run_stage(*stage)

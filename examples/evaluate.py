@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from data import DataArguments, check_classes, load_splits, validation_batches
-from dense_data import DenseDataArguments, check_samples, dense_validation_batches, load_dense_splits, mask_names
+from data import DataArguments, check_classes, load_scored, validation_batches
+from dense_data import DenseDataArguments, check_samples, dense_validation_batches, load_dense_scored, mask_names
 from evaluation import TASKS, evaluate_grid, metrics_for, table_points
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
@@ -34,6 +34,13 @@ from adaperceiver.adaptive_adaperceiver import interleaved
 @dataclass
 class EvaluationArguments:
     model: str = field(metadata={"help": "A hub id or folder of an AdaPerceiver checkpoint with a head."})
+    split: str | None = field(
+        default=None,
+        metadata={
+            "help": 'By default the first of test, validation and val; "validation" are the images that training scripts '
+            "validate on."
+        },
+    )
     output: str = field(default="runs/evaluation", metadata={"help": "Folder for the table and the plots."})
     tokens: list[int] | None = field(
         default=None,
@@ -53,7 +60,10 @@ class EvaluationArguments:
         default=0, metadata={"help": "Measure milliseconds an image for batches of this size; 0 leaves them out."}
     )
     save_table: bool = field(
-        default=False, metadata={"help": "Save the scores into the checkpoint, where budgets are spent by them."}
+        default=False,
+        metadata={
+            "help": "Save the scores into the checkpoint, where budgets are spent by them; needs --split validation."
+        },
     )
 
 
@@ -85,14 +95,14 @@ def task_of(config: Any, name: str) -> str:
 def load_data(
     task: str, data: DataChoice, args: EvaluationArguments, names: Sequence[str], accelerator: Accelerator
 ) -> Callable[[Any], Iterator[tuple[torch.Tensor, Any]]]:
-    """A function from an image processor to batches of the validation data."""
+    """A function from an image processor to batches of the data that are scored."""
     if task == "image-classification":
         classification = data.for_classification()
-        _, dataset = load_splits(classification)
+        dataset = load_scored(classification, args.split)
         check_classes(dataset, classification, args.model, len(names))
         return lambda processor: validation_batches(dataset, processor, args.batch_size, accelerator)
     kind = "segmentation" if task == "image-segmentation" else "depth"
-    _, dataset = load_dense_splits(data, kind)
+    dataset = load_dense_scored(data, kind, args.split)
     if accelerator.is_main_process:
         check_samples(dataset, kind, len(names) if kind == "segmentation" else None)
     if kind == "segmentation" and mask_names(dataset) != list(names):
@@ -270,6 +280,10 @@ def main(arguments: Sequence[str]) -> None:
     args, data = HfArgumentParser([EvaluationArguments, DataChoice], allow_abbrev=False).parse_args_into_dataclasses(
         list(arguments)
     )
+    if args.save_table and args.split != "validation":
+        raise SystemExit(
+            "--save_table needs --split validation: calls choose by the table, so it must not be of test images."
+        )
     accelerator = Accelerator()
     config = AutoConfig.from_pretrained(args.model)
     task = task_of(config, args.model)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from data import DataArguments, check_classes, load_splits, validation_batches
+from data import DataArguments, check_classes, load_scored, validation_batches
 from evaluation import exits
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
@@ -34,6 +34,13 @@ from adaperceiver.policy_adaperceiver import Policy
 @dataclass
 class PolicyTableArguments:
     model: str = field(metadata={"help": "A hub id or folder of an image classifier of AdaPerceiver."})
+    split: str | None = field(
+        default=None,
+        metadata={
+            "help": 'By default the first of test, validation and val; "validation" are the images that training scripts '
+            "validate on."
+        },
+    )
     output: str = field(default="runs/policies", metadata={"help": "Folder for the table and the plots."})
     tokens: list[int] | None = field(
         default=None, metadata={"help": "Fixed token counts, by default the trained ones."}
@@ -288,7 +295,7 @@ def main(arguments: Sequence[str]) -> None:
     if not set(tokens) <= set(granularities):
         raise SystemExit(f"--tokens must be among {granularities}, got {tokens}.")
     processor = AutoImageProcessor.from_pretrained(args.model)
-    _, dataset = load_splits(data)
+    dataset = load_scored(data, args.split)
     check_classes(dataset, data, args.model, model.config.num_labels)
     answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
     if not accelerator.is_main_process:

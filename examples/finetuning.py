@@ -30,8 +30,10 @@ from training import (
     OptimizationArguments,
     RunArguments,
     draws,
+    freeze_stem,
     model_card,
     normalisation,
+    print_plan,
     print_scores,
     shrink,
     start,
@@ -63,6 +65,9 @@ class FineTuningArguments:
     train_all: bool = field(
         default=False, metadata={"help": "Train the whole network, not the readout and head alone."}
     )
+    freeze_stem: bool = field(
+        default=False, metadata={"help": "Of the whole network, leave the convolutions of the stem as they are."}
+    )
     eval_batch_size: int = 32
 
 
@@ -77,6 +82,9 @@ def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str
     new = {*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(args.train_all or name.startswith(TRAINED) or name in new)
+    if args.freeze_stem:
+        freeze_stem(model)
+    model.drop_scores("training changes its weights")
     return model
 
 
@@ -157,11 +165,14 @@ def fine_tune_dense(
     training_data, validation_data = load_dense_splits(data, kind)
     names = mask_names(training_data) if kind == "segmentation" else None
     model = load_model(tuning, model_class, names)
-    for split in (training_data, validation_data) if accelerator.is_main_process else ():
-        check_samples(split, kind, model.config.num_labels if names else None)
+    seen = None
+    for split in (validation_data, training_data) if accelerator.is_main_process else ():
+        seen = check_samples(split, kind, model.config.num_labels if names else None)
     processor = dense_processor(model.config, KINDS[kind], tuning.image_size)
     processor.do_reduce_labels = encoding_of(training_data).reduce_labels
     size = (processor.size["height"], processor.size["width"])
+    images, steps = (len(training_data), len(validation_data)), optimization.total_steps(len(training_data))
+    print_plan(accelerator, Path(data.dataset).name, images, names, seen, size, optimization, steps)
     augment = PairedAugment(augmentation, size, kind)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed, read=read_dense)
     draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)

@@ -1,10 +1,11 @@
 """
-Fine-tune an AdaPerceiver to estimate depth: every token count in one pass, the backbone frozen.
+Fine-tune an AdaPerceiver to estimate depth: every token count in one pass, the backbone frozen unless `--train_all`.
 
     accelerate launch examples/run_depth_estimation.py                                # procedural scenes, minutes on two cores
     accelerate launch examples/run_depth_estimation.py examples/recipes/nyuv2.yaml --model ... --dataset ...
 
-The recipe's values can be overridden on the command line; `--help` lists them all.
+With --dataset and no recipe it runs recipes/own_depth.yaml. The recipe's values can be overridden on the command line;
+`--help` lists all options with what they are by the recipe.
 """
 
 import sys
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from accelerate import PartialState
 from dense_data import DenseAugmentation, DenseDataArguments
 from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
-from training import OptimizationArguments, RunArguments, parse
+from training import OptimizationArguments, RunArguments, parse, recipe_for
 
 from adaperceiver import AdaPerceiverForDepthEstimation
 
@@ -33,7 +34,8 @@ GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArgum
 
 
 def main(arguments: list[str]) -> None:
-    for stage in parse(GROUPS, arguments, RECIPES / "scenes_depth.yaml"):
+    recipe = recipe_for(arguments, RECIPES / "scenes_depth.yaml", RECIPES / "own_depth.yaml")
+    for stage in parse(GROUPS, arguments, recipe):
         tuning = stage[-1]
 
         def loss_options(step: int, warm_up: int = tuning.loss_warmup_steps) -> dict[str, bool]:

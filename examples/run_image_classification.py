@@ -1,13 +1,16 @@
 """
-Fine-tune an AdaPerceiver to classify images: every token count, width and depth in one pass, the backbone frozen.
+Fine-tune an AdaPerceiver to classify images: every token count, width and depth in one pass, the backbone frozen
+unless `--train_all`.
 
     accelerate launch examples/run_image_classification.py                            # procedural scenes, minutes on two cores
     accelerate launch examples/run_image_classification.py examples/recipes/imagenet1k.yaml --model ... --dataset ...
 
-The recipe's values can be overridden on the command line; `--help` lists them all.
+With --dataset and no recipe it runs recipes/own_classification.yaml. The recipe's values can be overridden on the command line;
+`--help` lists all options with what they are by the recipe.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -16,13 +19,14 @@ from data import (
     AugmentationArguments,
     DataArguments,
     MicroBatches,
+    classes_seen,
     label_names,
     load_splits,
     validation_batches,
 )
 from evaluation import evaluate_grid, metrics_for
 from finetuning import RECIPES, FineTuningArguments, fine_tune, grid_of, load_model
-from training import OptimizationArguments, RunArguments, draws, parse, shrink, start
+from training import OptimizationArguments, RunArguments, draws, parse, print_plan, recipe_for, shrink, start
 
 from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
 
@@ -56,6 +60,10 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
     processor = image_processor_for(model.config, TASK)
     augment = Augment(augmentation, model.config.image_size)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed)
+    sides = (model.config.image_size,) * 2
+    images, steps = (len(training_data), len(validation_data)), optimization.total_steps(len(training_data))
+    seen = classes_seen(training_data)
+    print_plan(accelerator, Path(data.dataset).name, images, names, seen, sides, optimization, steps)
     draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)
     mixes = augmentation.mixup_alpha or augmentation.cutmix_alpha
     new_metric = metrics_for(TASK, len(names))
@@ -74,7 +82,8 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    for stage in parse(GROUPS, arguments, RECIPES / "scenes_classification.yaml"):
+    recipe = recipe_for(arguments, RECIPES / "scenes_classification.yaml", RECIPES / "own_classification.yaml")
+    for stage in parse(GROUPS, arguments, recipe):
         run_stage(*stage)
     PartialState().destroy_process_group()
 

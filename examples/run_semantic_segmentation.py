@@ -1,10 +1,11 @@
 """
-Fine-tune an AdaPerceiver to segment images: every token count in one pass, the backbone frozen.
+Fine-tune an AdaPerceiver to segment images: every token count in one pass, the backbone frozen unless `--train_all`.
 
     accelerate launch examples/run_semantic_segmentation.py                           # procedural scenes, minutes on two cores
     accelerate launch examples/run_semantic_segmentation.py examples/recipes/ade20k.yaml --model ... --dataset ...
 
-The recipe's values can be overridden on the command line; `--help` lists them all.
+With --dataset and no recipe it runs recipes/own_segmentation.yaml. The recipe's values can be overridden on the command line;
+`--help` lists all options with what they are by the recipe.
 """
 
 import sys
@@ -12,7 +13,7 @@ import sys
 from accelerate import PartialState
 from dense_data import DenseAugmentation, DenseDataArguments
 from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
-from training import OptimizationArguments, RunArguments, parse
+from training import OptimizationArguments, RunArguments, parse, recipe_for
 
 from adaperceiver import AdaPerceiverForSemanticSegmentation
 
@@ -22,7 +23,8 @@ GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArgum
 
 
 def main(arguments: list[str]) -> None:
-    for stage in parse(GROUPS, arguments, RECIPES / "scenes_segmentation.yaml"):
+    recipe = recipe_for(arguments, RECIPES / "scenes_segmentation.yaml", RECIPES / "own_segmentation.yaml")
+    for stage in parse(GROUPS, arguments, recipe):
         fine_tune_dense("segmentation", AdaPerceiverForSemanticSegmentation, SCRIPT, *stage)
     PartialState().destroy_process_group()
 

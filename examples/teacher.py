@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -48,17 +52,20 @@ class Teacher:
             torch.tensor(values, device=accelerator.device)[:, None, None] for values in (mean, std)
         )
 
+    def different_labels(self, names: Sequence[str]) -> list[tuple[str | None, str | None]]:
+        """Where `names` are other classes than the teacher's, or stand in another order: pairs of theirs and ours."""
+        ours = [self.id2label[index] for index in range(len(self.id2label))]
+        if all(name == f"LABEL_{index}" for index, name in enumerate(ours)) and len(names) == len(ours):
+            return []  # the teacher does not say
+        return [pair for pair in zip_longest(names, ours) if pair[0] != pair[1]]
+
     def check_labels(self, names: Sequence[str] | None, whose: str) -> None:
         """The student learns the teacher's logits, so the classes and their order must be the same."""
-        if names is None:
-            return
-        ours = [self.id2label[index] for index in range(len(self.id2label))]
-        named = not all(name == f"LABEL_{index}" for index, name in enumerate(ours))  # else the teacher does not say
-        different = [pair for pair in zip(names, ours) if named and pair[0] != pair[1]]
-        if len(names) != len(ours) or different:
-            example = "".join(f"; {theirs!r} there is {our!r} here" for theirs, our in different[:1])
+        if names is not None and (different := self.different_labels(names)):
+            theirs, our = different[0]
             raise SystemExit(
-                f"--teacher {self.name} and {whose} must have the same labels, got {len(ours)} and {len(names)}{example}."
+                f"--teacher {self.name} and {whose} must have the same labels, got {len(self.id2label)} and {len(names)}; "
+                f"{theirs!r} there is {our!r} here."
             )
 
     def pixel_values(self, images: torch.Tensor) -> torch.Tensor:
@@ -75,7 +82,7 @@ class Teacher:
     def features(self, images: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """(batch, 3, height, width) in values from 0 to 1 -> (batch, positions of the student's grid, channels)"""
         pixel_values = self.pixel_values(images)
-        states = self.model(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-1]
+        states = self.predict(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-1]
         if states.ndim == 3:  # tokens, the patches last; models with stages halve their grid from one to the next
             patch = self.model.config.patch_size
             height, width = pixel_values.shape[-2] // patch, pixel_values.shape[-1] // patch
@@ -86,8 +93,11 @@ class Teacher:
             states = nn.functional.interpolate(states.float(), grid, mode="bilinear", antialias=True)
         return states.flatten(2).transpose(1, 2)
 
+    @torch.no_grad()
     def feature_size(self) -> int:
-        return self.features(torch.zeros(1, 3, *self.size, device=self.mean.device), (1, 1)).shape[-1]
+        pixel_values = torch.zeros(1, 3, *self.size, device=self.mean.device)
+        states = self.model(pixel_values=pixel_values, output_hidden_states=True).hidden_states[-1]
+        return states.shape[-1 if states.ndim == 3 else 1]
 
 
 def stem_of(network: nn.Module, stages: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
@@ -137,46 +147,60 @@ def preprocessing(processor) -> tuple[tuple[int, int], Sequence[float], Sequence
 # -------------------------------------------------------------------------------------------------------- cached views
 
 
+ANSWERS = {"logits": np.float32, "features": np.float16}  # of the teacher, as they are kept
+
+
 class CachedMicroBatches(MicroBatches):
     """
-    Micro-batches of views that were made before, with the teacher's logits: epoch e shows view e modulo their number,
-    mirrored at random with `flips`, and moved by up to `shift` pixels.
+    Micro-batches of views that were made before, with the teacher's `answer` (logits or features): epoch e shows view e modulo
+    their number, mirrored at random with `flips` (features with it), and moved by up to `shift` pixels.
     """
 
     def __init__(
-        self, folder: Path, views: int, images: int, size: int, seed: int, flips: bool = False, shift: int = 0
+        self,
+        folder: Path,
+        views: int,
+        images: int,
+        size: int,
+        seed: int,
+        flips: bool = False,
+        shift: int = 0,
+        answer: str = "logits",
     ):
         super().__init__(range(images), size, None, seed)
+        self.flips, self.answer, names = flips, answer, ("images", "labels", answer)
         self.files = [
-            [np.load(folder / f"view{v}" / f"{name}.npy", mmap_mode="r") for name in NAMES] for v in range(views)
+            [np.load(folder / f"view{v}" / f"{name}.npy", mmap_mode="r") for name in names] for v in range(views)
         ]
         side = self.files[0][0].shape[-1]
         self.move = K.RandomCrop((side, side), padding=shift, cropping_mode="slice") if shift else nn.Identity()
-        self.flip = K.RandomHorizontalFlip() if flips else nn.Identity()
 
     def __getitem__(self, micro: int) -> dict[str, torch.Tensor]:
         positions = range(micro * self.size, (micro + 1) * self.size)
         places, rows = [], []
         for place, position in enumerate(positions):
-            images, *others = self.files[position // len(self.dataset) % len(self.files)]
+            images, labels, answers = self.files[position // len(self.dataset) % len(self.files)]
             index = self.index_at(position)
-            if not np.isnan(others[1][index, 0]):  # else the image could not be read
+            if not np.isnan(answers[index].flat[0]):  # else the image could not be read
                 places.append(place)
-                rows.append((images[index], *(other[index] for other in others)))
-        images, labels, logits = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
+                rows.append((images[index], labels[index], answers[index]))
+        images, labels, answers = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, micro))
-            images = self.flip(self.move(images / 255))
+            images = self.move(images / 255)
+            if self.flips:
+                flipped = torch.rand(len(images)) < 0.5
+                images[flipped] = images[flipped].flip(-1)
+                if self.answer == "features":  # (batch, positions, channels)
+                    grid = (math.isqrt(answers.shape[1]),) * 2
+                    answers[flipped] = answers[flipped].unflatten(1, grid).flip(2).flatten(1, 2)
         return {
             "images": images,
             "labels": labels,
-            "teacher_logits": logits,
+            f"teacher_{self.answer}": answers,
             "places": torch.tensor(places),
             "micro": torch.tensor(micro),
         }
-
-
-NAMES = ("images", "labels", "logits")
 
 
 def cache_views(
@@ -188,36 +212,68 @@ def cache_views(
     seed: int,
     workers: int,
     accelerator: Accelerator,
+    grid: tuple[int, int] | None = None,
 ) -> Path:
     """
-    Make `views` augmented views of every image, with the teacher's logits, once: processes share the work, and a view
-    that is complete is kept. The folder's name tells teacher, data and augmentation apart.
+    Make `views` augmented views of every image, with the teacher's logits, or its features on `grid`, once: processes share
+    the work, and a view that is complete is kept. The folder's name tells teacher, data and augmentation apart.
     """
     description = [teacher.name, teacher.size, dataset._fingerprint, asdict(augment.args), augment.size, seed]
+    description += [] if grid is None else [grid]
     folder = folder / f"views-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]}"
-    size = 64
-    for view in range(accelerator.process_index, views, accelerator.num_processes):
-        if (folder / f"view{view}").exists():
-            continue
+    count, size = len(dataset), 64
+    if grid is None:
+        answer, shape = "logits", (len(teacher.id2label),)
+    else:
+        answer, shape = "features", (grid[0] * grid[1], teacher.feature_size())
+    arrays = {
+        "images": (np.uint8, (count, 3, augment.size, augment.size)),
+        "labels": (np.int64, (count,)),
+        answer: (ANSWERS[answer], (count, *shape)),
+    }
+    needed = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in arrays.values())
+    missing = [view for view in range(views) if not (folder / f"view{view}").exists()]
+    accelerator.wait_for_everyone()
+    if missing:
+        accelerator.print(
+            f"{len(missing)} views of {count:,} images will be kept in {folder}: {needed / 1e9:.2f} GB each."
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(folder).free) < needed * len(missing):
+            raise SystemExit(
+                f"--cached_views {views} needs {needed * len(missing):,} bytes, {folder} has {free:,} left."
+            )
+
+    def write(part: Path, view: int) -> None:
+        part.mkdir(parents=True)
         batches = MicroBatches(dataset, size, augment, seed + 1 + view, shuffle=False)
         loader = torch.utils.data.DataLoader(
-            batches, sampler=range(-(-len(dataset) // size)), batch_size=None, num_workers=workers
+            batches, sampler=range(-(-count // size)), batch_size=None, num_workers=workers
         )
-        images = np.zeros((len(dataset), 3, augment.size, augment.size), dtype=np.uint8)
-        labels = np.zeros(len(dataset), dtype=np.int64)
-        logits = np.full((len(dataset), len(teacher.id2label)), np.nan, dtype=np.float32)
+        images, labels, answers = (  # written as they are made: the features of many images fit in no memory
+            np.lib.format.open_memmap(part / f"{name}.npy", "w+", dtype, shape)
+            for name, (dtype, shape) in arrays.items()
+        )
+        unreadable = np.ones(count, dtype=bool)
         for batch in tqdm(loader, desc=f"view {view + 1} of {views}", disable=not accelerator.is_local_main_process):
             rows = batch["indices"].numpy()
-            stored = (batch["images"] * 255).round()
-            images[rows] = stored.byte().numpy()
+            kept = (batch["images"] * 255).round()
+            images[rows] = kept.byte().numpy()
             labels[rows] = batch["labels"].numpy()
-            logits[rows] = teacher.logits((stored / 255).to(teacher.mean.device)).float().cpu().numpy()
+            seen = (kept / 255).to(teacher.mean.device)
+            found = teacher.logits(seen) if grid is None else teacher.features(seen, grid)
+            answers[rows] = found.float().cpu().numpy().astype(ANSWERS[answer])
+            if not np.isfinite(answers[rows]).all():
+                raise SystemExit(
+                    f"--teacher {teacher.name} gives {answer} beyond what {ANSWERS[answer].__name__} holds."
+                )
+            unreadable[rows] = False
+        answers[unreadable] = np.nan
+        for array in (images, labels, answers):
+            array.flush()
 
-        def write(part: Path, arrays=(images, labels, logits)) -> None:
-            part.mkdir(parents=True)
-            for name, array in zip(NAMES, arrays):
-                np.save(part / f"{name}.npy", array)
-
-        write_whole(folder / f"view{view}", write)
+    for view in range(accelerator.process_index, views, accelerator.num_processes):
+        if view in missing:
+            write_whole(folder / f"view{view}", partial(write, view=view))
     accelerator.wait_for_everyone()
     return folder

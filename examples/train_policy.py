@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from data import DataArguments, MicroBatches, check_classes, load_splits, seed_of, validation_batches
+from data import DataArguments, MicroBatches, check_classes, classes_seen, load_splits, seed_of, validation_batches
 from torch import nn
 from tqdm.auto import tqdm
 from training import (
@@ -27,6 +27,7 @@ from training import (
     RunArguments,
     model_card,
     parse,
+    print_plan,
     print_scores,
     shrink,
     start,
@@ -219,6 +220,9 @@ def run_stage(
 
     router = RouterTraining(model.adaperceiver.router.requires_grad_(True), args.baseline_decay)
     steps = optimization.total_steps(len(training_data))
+    images, classes = (len(training_data), len(validation_data)), list(model.config.id2label.values())
+    sides, seen = tuple(batches[0]["images"].shape[-2:]), classes_seen(training_data)
+    print_plan(accelerator, Path(data.dataset).name, images, classes, seen, sides, optimization, steps)
     metrics = train(
         accelerator, router, batches, loss_of, measure, save, run, optimization, steps=steps, workers=data.workers
     )

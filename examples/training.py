@@ -3,12 +3,13 @@ What the training scripts share: arguments and recipes, optimizers and schedules
 from `data.py`.
 """
 
+import argparse
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from glob import glob
@@ -88,6 +89,13 @@ class OptimizationArguments:
         return max(round(self.epochs * images / self.batch_size), 1)
 
 
+def recipe_for(arguments: Sequence[str], scenes: Path, own: Path) -> Path:
+    """The recipe of a command line that names none: that of the rendered scenes is for them alone, `own` for other data."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dataset", nargs="*", default=["scenes"])
+    return scenes if parser.parse_known_args(arguments)[0].dataset == ["scenes"] else own
+
+
 def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple]:
     """
     The dataclasses `groups`, once for every stage. `arguments` are those of the command line: a recipe file first, or
@@ -101,6 +109,8 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
     recipe = yaml.safe_load(path.read_text()) or {}  # JSON is YAML, too
     parser = HfArgumentParser(groups, allow_abbrev=False)
     stages = recipe.pop("stages", None) or [{}]
+    if {"-h", "--help"} & {*arguments}:
+        print_help(parser, path, recipe, stages)
     parsed = []
     for number, stage in enumerate(stages, start=1):
         lines = [*as_options({**recipe, **stage}), *arguments]
@@ -109,6 +119,51 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
             run = next(group for group in parsed[-1] if isinstance(group, RunArguments))
             run.output_dir = os.path.join(run.output_dir, f"stage{number}")
     return parsed
+
+
+def print_help(parser: HfArgumentParser, path: Path, recipe: dict[str, Any], stages: Sequence[dict]) -> None:
+    """Every option with the value that it has if the command line does not say otherwise: the recipe's, or the default."""
+    for action in parser._actions:
+        action.help = action.help or "(default: %(default)s)"  # argparse shows no default where there is no text
+    parser.set_defaults(**recipe)
+    parser.description = f"The defaults are those of the recipe {path}."
+    if len(stages) > 1:
+        parser.description += f" Its {len(stages)} stages have others: " + "; ".join(map(json.dumps, stages)).replace(
+            "%", "%%"
+        )
+    parser.print_help()
+    raise SystemExit(0)
+
+
+def print_plan(
+    accelerator: Accelerator,
+    name: str,
+    images: tuple[int | None, int | None],
+    classes: Sequence[str] | None,
+    seen: Iterable[int] | None,
+    image_size: tuple[int, int],
+    optimization: OptimizationArguments,
+    steps: int,
+) -> None:
+    """
+    What a run uses, before it starts. `images` are those of training and validation (None for a stream), `seen` the classes
+    that the training data have, if that is known.
+    """
+    training, validation = ("a stream of images" if count is None else f"{count:,} images" for count in images)
+    what = "" if classes is None else f" of {len(classes)} classes"
+    accelerator.print(f"{name}: {training}{what} to train on, {validation} to validate on.")
+    if classes is not None and seen is not None:
+        without = [classes[index] for index in range(len(classes)) if index not in {*seen}]
+        if without:
+            more = ", ..." if len(without) > 5 else ""
+            accelerator.print(
+                f"No training image shows {len(without)} of the classes: {', '.join(without[:5])}{more}."
+            )
+    together = optimization.micro_batch_size * accelerator.num_processes
+    accelerator.print(
+        f"Images of {image_size[0]} x {image_size[1]} pixels (height x width); {steps:,} steps of {optimization.batch_size} "
+        f"images ({together} at a time)."
+    )
 
 
 def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArguments) -> None:
@@ -449,6 +504,12 @@ def draws(
         return drawn[step].of_images((batch["micro"] % per_step) * args.micro_batch_size + batch["places"])
 
     return draw
+
+
+def freeze_stem(model: torch.nn.Module) -> None:
+    if model.config.stem_layers is None:
+        raise SystemExit("--freeze_stem needs a model with a stem (`stem_layers` in its config).")
+    model.adaperceiver.embeddings.patch_embeddings.freeze()
 
 
 def normalisation(processor: Any, accelerator: Accelerator) -> tuple[torch.Tensor, torch.Tensor]:

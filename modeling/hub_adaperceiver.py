@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ class HubMixin:
         self.adaptive_config.save_pretrained(folder)
         if self.accuracy_table is not None:
             self.accuracy_table.save_pretrained(folder)
+        else:  # one that an earlier save left is of other weights
+            Path(folder, AccuracyTable.file_name).unlink(missing_ok=True)
         if getattr(self, "_hf_peft_config_loaded", False):  # transformers saves the adapter alone then
             text = text or f"\n# {name}\n\nAn adapter for an AdaPerceiver.\n"
         else:
@@ -178,27 +181,49 @@ class HubMixin:
         pretrained_model_name_or_path: str | os.PathLike | None,
         *model_args,
         adaptive_config: AdaptiveConfig | None = None,
+        output_loading_info: bool = False,
         **kwargs,
     ) -> Any:
-        """As in transformers; `adaptive_config` replaces the one that is saved beside the weights."""
+        """
+        As in transformers; `adaptive_config` replaces the one that is saved beside the weights.
+
+        Where weights are new (a head for other labels, say), what was found out with the old ones is left behind:
+        see `drop_scores`.
+        """
         source = pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         if source is not None:
             check_model_type(source, kwargs.get("config"), hub_kwargs)
         try:
-            loaded = super().from_pretrained(source, *model_args, **kwargs)
+            model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             problem = unreadable_weights(source, hub_kwargs) or error
             raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
         # `pipeline` leaves classes in it, which no JSON file can hold; saving writes it anew.
         vars(model.config).pop("custom_pipelines", None)
         if source is not None:
             model.adaptive_config = AdaptiveConfig.from_pretrained(source, **hub_kwargs)
             model.accuracy_table = AccuracyTable.from_pretrained(source, **hub_kwargs)
+            new = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
+            new = sorted(key for key in new if ".router." not in key)  # which has no part in a fixed operating point
+            if new:
+                model.drop_scores(f"{new[0]} is new, {source} has none of its size")
         if adaptive_config is not None:
             model.adaptive_config = adaptive_config.copy()
-        return loaded
+        return (model, info) if output_loading_info else model
+
+    def drop_scores(self, reason: str) -> None:
+        """
+        Forget what was measured on another task or with other weights, by which calls would choose and leave: the accuracy
+        table, the exit threshold and temperatures, and a router as the policy. A warning names what is dropped.
+        """
+        stale = ["exit_threshold", "exit_temperatures"] + ["policy"] * (self.adaptive_config.policy == "router")
+        dropped = [name for name in stale if getattr(self.adaptive_config, name) is not None]
+        self.adaptive_config = replace(self.adaptive_config, **dict.fromkeys(dropped))
+        if self.accuracy_table is not None:
+            self.accuracy_table, dropped = None, ["accuracy_table", *dropped]
+        if dropped:
+            logger.warning(f"Dropped {', '.join(dropped)} of the checkpoint: {reason}.")
 
 
 def package_of(module: str) -> str:

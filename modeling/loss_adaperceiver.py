@@ -5,8 +5,12 @@ from torch import nn
 
 
 def segmentation_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Pixel-wise cross-entropy. logits: (batch, labels, height, width); labels: (batch, height, width)."""
-    return nn.functional.cross_entropy(logits.float(), labels.long(), ignore_index=ignore_index)
+    """
+    Pixel-wise cross-entropy, mean over the pixels of the batch that are not ignored; 0 where there is none. logits: (batch,
+    labels, height, width); labels: (batch, height, width).
+    """
+    loss = nn.functional.cross_entropy(logits.float(), labels.long(), ignore_index=ignore_index, reduction="sum")
+    return loss / (labels != ignore_index).sum().clamp(min=1)
 
 
 def depth_loss(

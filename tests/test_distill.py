@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ import distill  # noqa: E402
 import teacher as teachers  # noqa: E402
 import training  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
-from datasets import load_dataset  # noqa: E402
+from datasets import ClassLabel, Dataset, Features, load_dataset  # noqa: E402
+from datasets import Image as DatasetImage  # noqa: E402
 
 
 NAMES = ["apple", "book", "cup"]
@@ -311,10 +313,15 @@ def test_label_spaces_must_match(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"cached_views": 2, "streaming": True}, "--streaming is for one --dataset without --cached_views"),
+        ({"cached_flips": True}, "--cached_flips and --cached_shift need --cached_views"),
         (
-            {"cached_views": 2, "distill": "features"},
-            "--cached_views 2 needs data that can be indexed and --distill logits",
+            {"cached_views": 2, "cached_shift": 2, "distill": "features"},
+            "--cached_shift 2 needs --distill logits: features would not move with the image",
         ),
+        ({"label_loss": True, "distill": "features"}, "--label_loss needs --distill logits"),
+        ({"init_from": "a", "stem_from": "b"}, "--init_from and --stem_from exclude each other"),
+        ({"teacher": "scenes"}, "--dataset .* needs a --teacher"),
         ({"label_loss": True, "mixup_alpha": 0.5}, "--label_loss needs --mixup_alpha 0"),
     ],
 )
@@ -440,7 +447,7 @@ def interrupt_after(function, calls, interrupt):
 def test_a_column_or_split_that_is_not_there_is_named(arguments):
     with pytest.raises(SystemExit, match=r"--label_column must be one of the columns \['image', 'label'\], got kind"):
         distill.main(arguments(label_column="kind"))
-    with pytest.raises(SystemExit, match=r"must have the splits 'train' and one of \['dev'\], it has"):
+    with pytest.raises(SystemExit, match=r"must have the splits 'train' and 'dev', it has"):
         distill.main(arguments(validation_split="dev"))
 
 
@@ -508,6 +515,60 @@ def test_cached_views_hold_what_the_teacher_says_of_them(image_folder, teacher_f
     assert (folder / "view0" / "images.npy").stat().st_mtime_ns == stamp  # made once
 
 
+def test_cached_features_are_those_of_the_teacher_and_are_mirrored_with_the_view(
+    image_folder, teacher_folder, tmp_path, capsys
+):
+    accelerator, grid = Accelerator(cpu=True), (4, 4)
+    teacher = teachers.Teacher(teacher_folder, accelerator)
+    folder = tmp_path / "images"
+    subprocess.run(["cp", "-r", image_folder, folder], check=True)
+    (folder / "train" / "cup" / "3.png").write_bytes(b"not an image")
+    dataset, _ = data.load_splits(data.DataArguments(dataset=str(folder)), labelled=False)
+    augment = augmenter(mixup_alpha=0.0)
+    views = teachers.cache_views(dataset, augment, teacher, 1, tmp_path, 0, 0, accelerator, grid)
+    stored = np.load(views / "view0" / "features.npy", mmap_mode="r")
+    assert (stored.dtype, stored.shape) == (np.float16, (12, 16, 8))
+    assert np.isnan(stored).all(axis=(1, 2)).sum() == 1  # the image that cannot be read
+    assert "1 views of 12 images will be kept" in capsys.readouterr().out
+
+    plain, mirrored = (
+        teachers.CachedMicroBatches(views, 1, 12, 12, seed=0, flips=flips, answer="features")[1]
+        for flips in (False, True)
+    )
+    assert plain["images"].shape == (11, 3, 16, 16)
+    expected = teacher.features(plain["images"], grid)
+    torch.testing.assert_close(plain["teacher_features"].float(), expected, atol=2e-3, rtol=2e-3)
+    flipped = [not torch.equal(*pair) for pair in zip(plain["images"], mirrored["images"])]
+    assert 0 < sum(flipped) < 11
+    for features, kept, is_flipped in zip(mirrored["teacher_features"], plain["teacher_features"], flipped):
+        kept = kept.reshape(4, 4, 8)
+        assert_equal(features.reshape(4, 4, 8), kept.flip(1) if is_flipped else kept)
+
+
+def test_views_that_do_not_fit_on_the_disk_are_not_begun(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(teachers.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(SystemExit, match=r"--cached_views 2 needs 18,912 bytes, .* has 1,000 left"):
+        distill.main(arguments(cached_views=2, mixup_alpha=0))
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_a_view_is_kept_whole_or_not_at_all(image_folder, teacher_folder, tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    teacher = teachers.Teacher(teacher_folder, accelerator)
+    dataset, _ = data.load_splits(data.DataArguments(dataset=str(image_folder)))
+
+    def interrupt(self, images, grid):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(teachers.Teacher, "features", interrupt)
+    cache = (dataset, augmenter(mixup_alpha=0.0), teacher, 1, tmp_path, 0, 0, accelerator, (4, 4))
+    with pytest.raises(KeyboardInterrupt):
+        teachers.cache_views(*cache)
+    assert not list(tmp_path.glob("views-*/view0"))
+    monkeypatch.undo()
+    assert (teachers.cache_views(*cache) / "view0" / "features.npy").exists()
+
+
 @pytest.fixture
 def kept_views(tmp_path) -> Path:
     """One view of twelve images, with logits, as `cache_views` leaves it."""
@@ -546,9 +607,142 @@ def test_cached_views_may_be_moved_as_they_are_used(kept_views):
     assert_equal(moved[1]["images"], used["images"])
 
 
-def test_cached_views_train(arguments, tmp_path):
-    distill.main(arguments(cached_views=2, mixup_alpha=0, steps=3))
+@pytest.mark.parametrize("kind", ["logits", "features"])
+def test_cached_views_train(kind, arguments, tmp_path):
+    distill.main(arguments(cached_views=2, cached_flips=True, distill=kind, mixup_alpha=0, steps=3))
     assert len(losses(tmp_path / "run")) == 3
+
+
+# ------------------------------------------------------------------------------------------- several data sets, new labels
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """A parquet file of images of three sizes without labels, and one whose `label` is a mask."""
+    folders = []
+    for name, extra in (("plain", {}), ("masks", {"label": [picture(index) for index in range(9)]})):
+        sizes = [(20, 24), (24, 20), (18, 18)]
+        images = [picture(index).resize(sizes[index % 3]) for index in range(9)]
+        features = {key: DatasetImage() for key in ("image", *extra)}
+        rows = Dataset.from_dict({"image": images, **extra}, features=Features(features))
+        rows.to_parquet(tmp_path / name / "train.parquet")
+        folders.append(tmp_path / name)
+    return folders
+
+
+@pytest.mark.parametrize("cached_views", [0, 1])
+def test_features_are_distilled_from_several_data_sets_without_labels(
+    cached_views, arguments, photographs, image_folder, tmp_path
+):
+    changes = {
+        "dataset": [*photographs, image_folder],
+        "distill": "features",
+        "steps": 3,
+        "cached_views": cached_views,
+    }
+    distill.main(arguments(**changes, train_samples=6))
+    assert np.isfinite([*losses(tmp_path / "run").values()]).all()
+    assert "distilled on plain, masks, images" in (tmp_path / "run" / "final" / "README.md").read_text()
+    args = data.DataArguments(train_samples=6)
+    train, validation = data.load_several(args, [str(one) for one in changes["dataset"]], labelled=False)
+    assert train.column_names == ["image"]
+    assert (len(train), len(validation)) == (18, 1 + 1 + 6)
+
+
+def test_logits_need_labels_and_those_of_all_data_sets_must_agree(arguments, photographs, image_folder, tmp_path):
+    with pytest.raises(SystemExit, match=r"--label_column must be one of the columns \['image'\], got None"):
+        distill.main(arguments(dataset=photographs[0]))
+    distill.main(arguments(dataset=[image_folder, image_folder], steps=1, eval_steps=0))
+    for name in ("apple", "pear"):
+        (tmp_path / "fruit" / "train" / name).mkdir(parents=True)
+        picture(1).save(tmp_path / "fruit" / "train" / name / "1.png")
+    with pytest.raises(SystemExit, match="must have the same classes"):
+        distill.main(arguments(dataset=[image_folder, tmp_path / "fruit"], output_dir=tmp_path / "other"))
+
+
+def test_images_of_different_sizes_are_cropped_by_size_and_keep_their_places():
+    augment = augmenter(crop_scale=[1.0, 1.0], flip=False, randaugment_magnitude=0, mixup_alpha=0.0)
+    sizes, calls = [(20, 24), (16, 16), (20, 24), (16, 16), (30, 20)], []
+    images = [torch.full((3, *size), 40 * index, dtype=torch.uint8) for index, size in enumerate(sizes)]
+    crop = augment.crop
+    augment.crop = lambda images: calls.append(len(images)) or crop(images)
+    views = augment(images, range(5), [0])["images"]
+    assert sorted(calls) == [1, 2, 2]
+    expected = (40 * torch.arange(5) / 255)[:, None, None, None].expand(5, 3, 16, 16)
+    torch.testing.assert_close(views, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], ["cup", "book", "apple"]], ids=["two", "in another order"])
+def test_a_checkpoint_of_other_labels_gets_a_new_classifier_and_everything_is_trained(
+    names, arguments, whole_run, image_folder, tmp_path, capsys
+):
+    folder = tmp_path / "others"
+    for split in ("train", "validation"):
+        for number, name in enumerate(sorted(names)):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(4):
+                picture(10 * number + index).save(folder / split / name / f"{index}.png")
+    names = sorted(names) if len(names) == 2 else names
+    column = ClassLabel(names=names)
+    for split in ("train", "validation"):  # in the order of `names`
+        rows = load_dataset(str(folder), split=split).cast_column("label", column)
+        rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
+    before = AutoModelForImageClassification.from_pretrained(whole_run / "final")
+    assert before.accuracy_table is not None
+    teacher = save_teacher(tmp_path / "teacher", names)
+    changes = {"dataset": tmp_path / "parquet", "teacher": teacher, "label_loss": True, "mixup_alpha": 0}
+    distill.main(arguments(**changes, init_from=whole_run / "final", steps=2, eval_steps=0, cached_views=1))
+    assert f"A new classifier of {len(names)} classes" in capsys.readouterr().out
+    after = AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "final")
+    assert [after.config.id2label[index] for index in range(len(names))] == names
+    assert after.classifier.weight.shape == (len(names), 16)
+    old, new = before.state_dict(), after.state_dict()
+    changed = {key for key in new if not torch.equal(new[key], old[key])}
+    parts = ("embeddings.patch_embeddings.", "read.", "layers.0.", "layers.1.", "class_readout.")
+    assert all(any(key.startswith(f"adaperceiver.{part}") for key in changed) for part in parts)
+    head = [key for key in new if key.startswith("classifier.")]
+    body = [key for key in new if key not in head]
+    assert all((new[key] - old[key]).abs().max() < 0.1 for key in body)  # two steps from where they were
+
+
+def test_a_checkpoint_with_a_stem_goes_on_with_the_stem_frozen(arguments, tmp_path):
+    stem = {"stem_layers": [[6, 2, 3, 0], [8, 2, 5, 2]]}
+    distill.main(arguments(student={**STUDENT, **stem}, steps=1, eval_steps=0, output_dir=tmp_path / "first"))
+    changes = {"init_from": tmp_path / "first" / "final", "freeze_stem": True, "steps": 2, "eval_steps": 0}
+    distill.main(arguments(**changes, student="{}", learning_rate=0.1, warmup_steps=0))
+    before, after = (
+        AutoModelForImageClassification.from_pretrained(tmp_path / run / "final").adaperceiver.embeddings
+        for run in ("first", "run")
+    )
+    *frozen, projection = before.patch_embeddings
+    for old, new in zip(frozen, after.patch_embeddings):
+        assert_equal(new.state_dict(), old.state_dict())
+    assert not torch.equal(after.patch_embeddings[-1].weight, projection.weight)
+    with pytest.raises(SystemExit, match="--freeze_stem needs a model with a stem"):
+        distill.main(arguments(freeze_stem=True, output_dir=tmp_path / "other"))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_teacher_says_the_same(tmp_path):
+    folder, accelerator = save_teacher(tmp_path / "teacher", kind="resnet"), Accelerator(cpu=True)
+    plain, compiled = (teachers.Teacher(folder, accelerator, compiled=compiled) for compiled in (False, True))
+    assert compiled.predict is not compiled.model
+    for count in (4, 3):  # a last batch is smaller
+        images = torch.rand(count, 3, 16, 16)
+        torch.testing.assert_close(compiled.logits(images), plain.logits(images), atol=1e-4, rtol=1e-4)
+    images = torch.rand(4, 3, 16, 16)
+    torch.testing.assert_close(compiled.features(images, (4, 4)), plain.features(images, (4, 4)), atol=1e-4, rtol=1e-4)
+
+
+def test_features_leave_the_classifier_of_other_labels_alone(arguments, whole_run, tmp_path):
+    teacher = save_teacher(tmp_path / "teacher", ["cat", "dog"])
+    distill.main(arguments(teacher=teacher, init_from=whole_run / "final", distill="features", steps=2, eval_steps=0))
+    before, after = (
+        AutoModelForImageClassification.from_pretrained(folder / "final") for folder in (whole_run, tmp_path / "run")
+    )
+    assert after.config.id2label == before.config.id2label
+    assert_equal(after.classifier.weight, before.classifier.weight)
+    assert after.accuracy_table is None  # the body is another one
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes

@@ -180,7 +180,7 @@ def test_the_script_writes_tables_and_plots_and_teaches_the_checkpoint(checkpoin
     vit.save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
     found = run(
-        folder, tmp_path, "--exit_thresholds", "0.5", "--baselines", str(tmp_path / "vit"), "--save_table", "true",
+        folder, tmp_path, "--exit_thresholds", "0.5", "--baselines", str(tmp_path / "vit"), "--save_table", "true", "--split", "validation",
         "--latency_batch_size", "2", "--tokens", "2", "8", "16", "24",
     )  # fmt: skip
     assert found["task"] == "image-classification"
@@ -211,7 +211,7 @@ def test_the_script_writes_tables_and_plots_and_teaches_the_checkpoint(checkpoin
 )
 def test_dense_checkpoints_are_evaluated_on_their_own_task(model_class, score, checkpoint, tmp_path):
     folder = checkpoint(model_class)
-    found = run(folder, tmp_path, "--depths", "2", "--save_table", "true")
+    found = run(folder, tmp_path, "--depths", "2", "--save_table", "true", "--split", "validation")
     assert len(found["rows"]) == 6 * 3
     assert all(row[score] >= 0 for row in found["rows"])
     table = json.loads(Path(folder, "accuracy_table.json").read_text())
@@ -237,6 +237,8 @@ def test_the_front_has_what_no_cheaper_point_equals():
         (AdaPerceiverModel, [], "must be a checkpoint with a head"),
         (AdaPerceiverBackbone, [], "must be a checkpoint with a head"),
         (AdaPerceiverForDepthEstimation, ["--exit_thresholds", "0.5"], "--exit_thresholds need a classifier"),
+        (AdaPerceiverForImageClassification, ["--save_table", "true"], "--save_table needs --split validation"),
+        (AdaPerceiverForImageClassification, ["--split", "dev"], "scenes must have a split dev, it has"),
         (AdaPerceiverForDepthEstimation, ["--baselines", "x"], "--baselines are image classifiers"),
     ],
 )

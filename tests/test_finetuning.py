@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import pipeline
 
 from adaperceiver import (
+    AccuracyTable,
     AdaPerceiverDepthEstimationPipeline,
     AdaPerceiverForDepthEstimation,
     AdaPerceiverForDistillation,
@@ -22,6 +23,7 @@ from adaperceiver import (
     AdaPerceiverForSemanticSegmentation,
     AdaPerceiverImageClassificationPipeline,
     AdaPerceiverImageSegmentationPipeline,
+    AdaptiveConfig,
 )
 
 
@@ -142,6 +144,18 @@ def test_layers_that_the_checkpoint_does_not_have_are_trained(tiny_model, tmp_pa
     assert not any(p.requires_grad for p in model.adaperceiver.layers.parameters())
     args.train_all = True
     assert all(p.requires_grad for p in finetuning.load_model(args, AdaPerceiverForDepthEstimation, None).parameters())
+
+
+def test_a_new_task_with_as_many_classes_inherits_no_scores(tiny_model, arguments, tmp_path, caplog):
+    model = tiny_model(AdaPerceiverForImageClassification)  # ten classes, as the scenes have
+    model.adaptive_config = AdaptiveConfig(exit_threshold=0.1, exit_temperatures=[2.0, 1.0])
+    model.accuracy_table = AccuracyTable("of another task", [{"tokens": 2, "width": 16, "depth": 1, "value": 0.99}])
+    model.save_pretrained(tmp_path / "classifier", save_code=False)
+    run_image_classification.main(arguments("classification", model=tmp_path / "classifier", steps=1, eval_steps=0))
+    assert "Dropped accuracy_table, exit_threshold, exit_temperatures" in caplog.text
+    final = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "run" / "final")
+    assert final.adaptive_config == AdaptiveConfig()
+    assert final.accuracy_table.metric == "top1 on the validation data of scenes"
 
 
 def test_mixed_images_are_trained_on_their_mixed_labels():
@@ -278,9 +292,9 @@ def test_depth_by_default_is_well_above_chance(tmp_path):
 
 def test_the_recipes_name_only_known_arguments():
     scripts = {
-        run_image_classification: ["imagenet1k", "scenes_classification"],
-        run_semantic_segmentation: ["ade20k", "scenes_segmentation"],
-        run_depth_estimation: ["nyuv2", "scenes_depth"],
+        run_image_classification: ["imagenet1k", "scenes_classification", "own_classification"],
+        run_semantic_segmentation: ["ade20k", "scenes_segmentation", "own_segmentation", "pets_masks", "camvid"],
+        run_depth_estimation: ["nyuv2", "scenes_depth", "own_depth", "nyuv2_small"],
     }
     for script, recipes in scripts.items():
         for recipe in recipes:

@@ -45,6 +45,24 @@ def test_segmentation_labels_may_be_larger_than_the_image(images):
     torch.testing.assert_close(outputs.loss, segmentation_loss(upsampled, labels, 255))
 
 
+def test_an_image_without_a_pixel_that_counts_counts_for_nothing(images):
+    model = official_model(AdaPerceiverForSemanticSegmentation)
+    labels = torch.randint(0, 5, (2, 32, 32))
+    labels[1] = 255
+    expected = model(images[:1], labels=labels[:1]).loss
+    torch.testing.assert_close(model(images, labels=labels).loss, expected)
+    labels[0] = 255
+    for adaptive_axes in ([], ["tokens"]):
+        model.config.adaptive_axes = adaptive_axes
+        loss = model.train()(images, labels=labels).loss
+        assert loss.item() == 0
+        model.zero_grad()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert gradients
+        assert all((gradient == 0).all() for gradient in gradients)  # False for NaN
+
+
 @pytest.mark.parametrize("model_class", [AdaPerceiverForSemanticSegmentation, AdaPerceiverForDepthEstimation])
 def test_dense_labels_of_another_shape_are_refused(images, model_class):
     with pytest.raises(ValueError, match=r"`labels` must be of shape \(2, 32, 32\), got \(3, 32, 32\)"):

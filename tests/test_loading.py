@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from adaperceiver import (
+    AccuracyTable,
     AdaPerceiverConfig,
     AdaPerceiverForDepthEstimation,
     AdaPerceiverForImageClassification,
@@ -205,3 +206,48 @@ def test_a_config_by_itself_is_saved_without_code(tmp_path):
     AdaPerceiverConfig().save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------- what was measured before
+
+
+@pytest.fixture
+def measured(tiny_model, tmp_path):
+    """A calibrated classifier that knows its scores."""
+    model = tiny_model(AdaPerceiverForImageClassification)
+    model.adaptive_config = AdaptiveConfig(tokens=4, exit_threshold=0.3, exit_temperatures=[1.5, 1.0])
+    points = [{"tokens": 4, "width": 16, "depth": depth, "value": 0.5 + 0.1 * depth} for depth in (1, 2)]
+    model.accuracy_table = AccuracyTable("top-1", points)
+    model.save_pretrained(tmp_path / "measured")
+    return tmp_path / "measured"
+
+
+@pytest.mark.parametrize(
+    ("auto_class", "changes"),
+    [
+        (AutoModelForImageClassification, {"num_labels": 3, "ignore_mismatched_sizes": True}),
+        (AutoModelForSemanticSegmentation, {}),
+        (AutoModelForDepthEstimation, {}),
+    ],
+    ids=["other labels", "segmentation", "depth"],
+)
+def test_a_new_head_inherits_no_scores_thresholds_or_temperatures(auto_class, changes, measured, caplog):
+    model = auto_class.from_pretrained(measured, **changes)
+    assert "Dropped accuracy_table, exit_threshold, exit_temperatures of the checkpoint" in caplog.text
+    assert model.accuracy_table is None
+    assert model.adaptive_config == AdaptiveConfig(tokens=4)  # how much to spend is still the user's choice
+    own = AdaptiveConfig(exit_threshold=0.7)
+    assert auto_class.from_pretrained(measured, adaptive_config=own, **changes).adaptive_config == own
+    model.save_pretrained(measured)  # over what was there
+    assert not (measured / "accuracy_table.json").exists()
+
+
+def test_the_same_head_keeps_its_scores_also_with_a_new_router(measured, caplog):
+    for changes in ({}, {"router_ratio": 0.25}):
+        model = AdaPerceiverForImageClassification.from_pretrained(measured, **changes)
+        assert model.accuracy_table is not None
+        assert model.adaptive_config.exit_threshold == 0.3
+    assert "Dropped" not in caplog.text
+    model, info = AdaPerceiverForImageClassification.from_pretrained(measured, output_loading_info=True)
+    assert isinstance(model, AdaPerceiverForImageClassification)
+    assert not info["missing_keys"]

@@ -23,8 +23,8 @@ from adaperceiver import AdaPerceiverConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from data import AugmentationArguments, DataArguments
-from distill import DistillationArguments
+from data import AugmentationArguments
+from distill import DistillationArguments, DistillationData
 from soap import DelayedSOAP
 from training import OptimizationArguments, RunArguments, build_optimizer, build_scheduler, parse
 
@@ -254,7 +254,7 @@ def test_a_warm_up_may_start_at_zero():
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
-GROUPS = [RunArguments, DataArguments, AugmentationArguments, OptimizationArguments, DistillationArguments]
+GROUPS = [RunArguments, DistillationData, AugmentationArguments, OptimizationArguments, DistillationArguments]
 
 
 def stages_of(*command):
@@ -266,7 +266,7 @@ def stages_of(*command):
 IMAGES = 12_129_687  # of ImageNet-12k's training split
 PAPER = {  # what the stages of the paper share
     "teacher": "timm/vit_huge_patch14_clip_224.laion2b_ft_in12k",
-    "dataset": "timm/imagenet-12k-wds",
+    "dataset": ["timm/imagenet-12k-wds"],
     "streaming": True,
     "student": "{}",
     "label_loss": False,

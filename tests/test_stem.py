@@ -1,21 +1,33 @@
 """A stem of inverted residual blocks computes what the network it comes from computes."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, assert_equal
+from conftest import TINY, aligned, assert_equal, counted_flops
 from torch import nn
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+pytest.importorskip("kornia", reason="augmentation needs kornia")
+import distill
+import export_onnx
+import finetuning
 from teacher import Teacher, stem_of
 
 
+STEMS = [
+    [[6, 1], [8, 2], [10, 4]],
+    [[6, 2, 3, 0], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2, 3, 2]],
+    [[6, 1, 3, 0], [8, 4, 3, 1], [10, 2]],
+]
 SHARED = Path(__file__).parents[2] / "shared" / "teachers" / "efficientnet-lite2-mini100"
 
 
@@ -58,8 +70,8 @@ def student_with(layers, **changes):
     rows = [row for row, _ in layers]
     model = AdaPerceiverForImageClassification(AdaPerceiverConfig(**{**TINY, **changes}, stem_layers=rows)).eval()
     stem = model.adaperceiver.embeddings.patch_embeddings
-    for layer, (_, weights) in zip(stem, layers):
-        layer.load_state_dict(weights)
+    for number, (_, weights) in enumerate(layers):
+        stem[number].load_state_dict(weights)
     return model, nn.Sequential(*list(stem)[:-1])
 
 
@@ -107,6 +119,27 @@ def test_a_frozen_stem_gets_no_gradients_and_stays_as_it_is():
             assert (parameter.grad is None) == frozen
 
 
+@pytest.mark.parametrize("axes", [[], ["tokens", "depth", "width"]], ids=["one point", "once for all"])
+def test_a_frozen_stem_keeps_no_graph_and_costs_no_backward_pass(axes):
+    rows = [[6, 2, 3, 0], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2, 3, 2]]
+    model = AdaPerceiverForImageClassification(
+        AdaPerceiverConfig(**TINY, stem_layers=rows, adaptive_axes=axes)
+    ).train()
+    stem, graphs = model.adaperceiver.embeddings.patch_embeddings, []
+    stem.freeze()
+    for layer in stem:
+        layer.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
+    loss = model(torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 1])).loss
+    assert graphs == [False] * len(rows) + [True]
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions if before is not None]
+    assert [node.name() for node in seen].count("ConvolutionBackward0") == 1  # the projection's
+
+
 def test_a_new_stem_starts_at_a_scale_that_layers_keep():
     torch.manual_seed(0)
     rows = [[32, 2, 3, 0], [32, 2, 5, 4], [32, 1, 3, 6], [32, 2, 3, 6]]
@@ -121,6 +154,76 @@ def test_a_stem_is_saved_and_loaded_with_the_model(tmp_path):
     rows = [[6, 2, 3, 0], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2, 3, 2]]
     model = AdaPerceiverForImageClassification(AdaPerceiverConfig(**TINY, stem_layers=rows)).eval()
     model.save_pretrained(tmp_path)
-    again = AdaPerceiverForImageClassification.from_pretrained(tmp_path)
-    images = torch.randn(2, 3, 40, 24)
-    assert_equal(again(images, tokens=4).logits, model(images, tokens=4).logits)
+    again = aligned(AdaPerceiverForImageClassification.from_pretrained(tmp_path))
+    remote = get_class_from_dynamic_module("modeling_adaperceiver.AdaPerceiverForImageClassification", str(tmp_path))
+    assert remote is not AdaPerceiverForImageClassification
+    with_remote_code = aligned(remote.from_pretrained(tmp_path))
+    for size in ((32, 32), (40, 24), (8, 64)):
+        images = torch.randn(2, 3, *size)
+        expected = model(images, tokens=4).logits
+        assert_equal(again(images, tokens=4).logits, expected)
+        assert_equal(with_remote_code(images, tokens=4).logits, expected)
+
+
+@pytest.mark.parametrize("rows", STEMS)
+@pytest.mark.parametrize("size", [(32, 32), (40, 24)])
+def test_the_flops_of_a_stem_are_those_that_torch_counts(rows, size, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, stem_layers=rows, attn_implementation="eager")
+    for point in ({}, {"tokens": 4, "width": 16, "depth": 1}):
+        counted = counted_flops(model, torch.randn(2, 3, *size), **point)
+        assert counted == model.flops(image_size=size, batch_size=2, **point)["total"] > 0
+
+
+@torch.no_grad()
+def test_a_stem_is_exported_to_onnx(tiny_model, tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = tiny_model(AdaPerceiverForImageClassification, stem_layers=STEMS[1])
+    network, file = export_onnx.WithTensors(model.extract(tokens=4, depth=1), ["logits"]), tmp_path / "model.onnx"
+    export_onnx.export(network, torch.randn(2, 3, 32, 32), True, None, file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    images = torch.randn(5, 3, 32, 32)
+    (logits,) = session.run(None, {"pixel_values": images.numpy()})
+    expected = model(images, tokens=4, depth=1).logits
+    torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------- in the scripts
+
+
+def teacher_with(network, names=("cat", "dog")):
+    """What `build_student` asks of a teacher."""
+    values = {"mean": torch.full((3, 1, 1), 0.4), "std": torch.full((3, 1, 1), 0.3)}
+    return SimpleNamespace(name="stand-in", model=network, id2label=dict(enumerate(names)), **values)
+
+
+@torch.no_grad()
+def test_a_new_student_starts_with_the_stem_and_the_normalisation_of_the_network():
+    network = small_network()
+    teacher = teacher_with(SimpleNamespace(stem=network["stem"], stages=network["stages"]))
+    student = json.dumps({**TINY, "patch_size": 1, "image_size": 8})
+    args = distill.DistillationArguments(stem_from="stand-in", stem_stages=2, student=student)
+    model = distill.build_student(args, teacher).eval()
+    assert model.config.image_mean == pytest.approx([0.4] * 3)
+    assert model.config.image_std == pytest.approx([0.3] * 3)
+    stem = nn.Sequential(*list(model.adaperceiver.embeddings.patch_embeddings)[:-1])
+    images = torch.randn(2, 3, 8, 8)
+    expected = network["stages"][1](network["stages"][0](network["stem"](images).clamp(0, 6)))
+    torch.testing.assert_close(stem(images), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fine_tuning_trains_everything_but_a_frozen_stem(tiny_model, tmp_path):
+    tiny_model(AdaPerceiverForImageClassification, stem_layers=STEMS[1]).save_pretrained(tmp_path, save_code=False)
+    args = finetuning.FineTuningArguments(model=str(tmp_path), train_all=True, freeze_stem=True)
+    model = finetuning.load_model(args, AdaPerceiverForImageClassification, ["a", "b"])
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    stem = "adaperceiver.embeddings.patch_embeddings."
+    last = len(model.adaperceiver.embeddings.patch_embeddings) - 1
+    names = {name for name, _ in model.named_parameters() if name.startswith(stem)}
+    assert frozen == {name for name in names if not name.startswith(f"{stem}{last}.")}
+    assert frozen
+    tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path / "plain", save_code=False)
+    args.model = str(tmp_path / "plain")
+    with pytest.raises(SystemExit, match="--freeze_stem needs a model with a stem"):
+        finetuning.load_model(args, AdaPerceiverForImageClassification, ["a", "b"])
