@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import checkouts
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser, ViTConfig, ViTForImageClassification
@@ -30,6 +29,7 @@ from adaperceiver import (
     OnceForAll,
 )
 from adaperceiver.adaptive_adaperceiver import interleaved
+from adaperceiver.evaluation import checkouts
 
 
 @dataclass

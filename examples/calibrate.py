@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
-from data import DataArguments, load_splits, validation_batches
-from evaluation import Point, gflops, leave
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
+from adaperceiver.evaluation.grid import Point, gflops, leave
+from adaperceiver.training.data import DataArguments, load_splits, validation_batches
 
 
 THRESHOLDS = [1 - 0.005 * step for step in range(1, 141)]  # from 0.995 down to 0.3

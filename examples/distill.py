@@ -18,9 +18,21 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from data import (
-    Augment,
-    AugmentationArguments,
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
+
+from adaperceiver import (
+    AccuracyTable,
+    AdaPerceiverConfig,
+    AdaPerceiverForDistillation,
+    AdaPerceiverForImageClassification,
+)
+from adaperceiver.evaluation.grid import along_axes, evaluate_grid, metrics_for, table_points
+from adaperceiver.image_processing_adaperceiver import image_processor_for
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, parse, recipe_for, shrink
+from adaperceiver.training.augmentation import Augment, AugmentationArguments
+from adaperceiver.training.checkpointing import model_card
+from adaperceiver.training.data import (
     DataArguments,
     MicroBatches,
     StreamedMicroBatches,
@@ -29,34 +41,9 @@ from data import (
     load_several,
     validation_batches,
 )
-from datasets import IterableDataset
-from datasets.distributed import split_dataset_by_node
-from evaluation import along_axes, evaluate_grid, metrics_for, table_points
-from scenes import teacher as train_teacher
-from teacher import CachedMicroBatches, Teacher, cache_views, stem_of
-from training import (
-    OptimizationArguments,
-    RunArguments,
-    draws,
-    freeze_stem,
-    model_card,
-    normalisation,
-    parse,
-    print_plan,
-    print_scores,
-    recipe_for,
-    shrink,
-    start,
-    train,
-)
-
-from adaperceiver import (
-    AccuracyTable,
-    AdaPerceiverConfig,
-    AdaPerceiverForDistillation,
-    AdaPerceiverForImageClassification,
-)
-from adaperceiver.image_processing_adaperceiver import image_processor_for
+from adaperceiver.training.loop import draws, freeze_stem, normalisation, print_plan, print_scores, start, train
+from adaperceiver.training.scenes import teacher as train_teacher
+from adaperceiver.training.teacher import CachedMicroBatches, Teacher, cache_views, stem_of
 
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from data import DataArguments, check_classes, load_scored, validation_batches
-from evaluation import exits
 from tqdm.auto import tqdm
 from transformers import AutoImageProcessor, HfArgumentParser
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig, OperatingPoint
 from adaperceiver.adaptive_adaperceiver import interleaved
+from adaperceiver.evaluation.grid import exits
 from adaperceiver.policy_adaperceiver import Policy
+from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
 
 
 @dataclass

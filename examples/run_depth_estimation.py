@@ -12,11 +12,11 @@ import sys
 from dataclasses import dataclass, field
 
 from accelerate import PartialState
-from dense_data import DenseAugmentation, DenseDataArguments
-from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
-from training import OptimizationArguments, RunArguments, parse, recipe_for
 
 from adaperceiver import AdaPerceiverForDepthEstimation
+from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for
+from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments
+from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 
 @dataclass

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from data import (
-    Augment,
-    AugmentationArguments,
+
+from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
+from adaperceiver.evaluation.grid import evaluate_grid, metrics_for
+from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for, shrink
+from adaperceiver.training.augmentation import Augment, AugmentationArguments
+from adaperceiver.training.data import (
     DataArguments,
     MicroBatches,
     classes_seen,
@@ -24,11 +27,8 @@ from data import (
     load_splits,
     validation_batches,
 )
-from evaluation import evaluate_grid, metrics_for
-from finetuning import RECIPES, FineTuningArguments, fine_tune, grid_of, load_model
-from training import OptimizationArguments, RunArguments, draws, parse, print_plan, recipe_for, shrink, start
-
-from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
+from adaperceiver.training.finetuning import FineTuningArguments, fine_tune, grid_of, load_model
+from adaperceiver.training.loop import draws, print_plan, start
 
 
 SCRIPT = "examples/run_image_classification.py"

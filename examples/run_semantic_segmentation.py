@@ -11,11 +11,11 @@ With --dataset and no recipe it runs recipes/own_segmentation.yaml. The recipe's
 import sys
 
 from accelerate import PartialState
-from dense_data import DenseAugmentation, DenseDataArguments
-from finetuning import RECIPES, FineTuningArguments, fine_tune_dense
-from training import OptimizationArguments, RunArguments, parse, recipe_for
 
 from adaperceiver import AdaPerceiverForSemanticSegmentation
+from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for
+from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments
+from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 
 SCRIPT = "examples/run_semantic_segmentation.py"

@@ -19,24 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from data import DataArguments, MicroBatches, check_classes, classes_seen, load_splits, seed_of, validation_batches
 from torch import nn
 from tqdm.auto import tqdm
-from training import (
-    OptimizationArguments,
-    RunArguments,
-    model_card,
-    parse,
-    print_plan,
-    print_scores,
-    shrink,
-    start,
-    train,
-    write_whole,
-)
 from transformers import AutoImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, parse, shrink
+from adaperceiver.training.augmentation import seed_of
+from adaperceiver.training.checkpointing import model_card, write_whole
+from adaperceiver.training.data import (
+    DataArguments,
+    MicroBatches,
+    check_classes,
+    classes_seen,
+    load_splits,
+    validation_batches,
+)
+from adaperceiver.training.loop import print_plan, print_scores, start, train
 
 
 RECIPE = Path(__file__).parent / "recipes" / "cifar10_policy.yaml"

@@ -6,7 +6,6 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, at its import
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads that spin are ten times slower on a busy machine
 
-import evaluate  # noqa: F401 - the library, before examples/evaluate.py can hide it
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,18 +1,13 @@
 """The official model's tiny reference: its weights under our names, its inputs, its outputs (see fixtures/README.md)."""
 
-import sys
 from functools import cache
 from pathlib import Path
 
+import convert_official_checkpoint as converter
 import torch
 from safetensors.torch import load_file
 
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, AdaPerceiverPreTrainedModel
-
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import convert_official_checkpoint as converter
 
 
 our_name = converter.our_name

@@ -11,8 +11,7 @@ import torch
 
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-import checkouts  # noqa: E402
+from adaperceiver.evaluation import checkouts
 
 
 spec = importlib.util.spec_from_file_location("benchmark_script", ROOT / "examples" / "benchmark.py")
@@ -63,8 +62,16 @@ def test_every_case_is_in_the_table_with_its_ratio(run, other_checkout, capsys):
 def test_the_other_checkout_is_what_runs_there(run, other_checkout):
     path = other_checkout / "modeling" / "modeling_adaperceiver.py"
     source = path.read_text()
-    assert source.count("return self.classifier(torch.stack(written)).transpose(1, 2)") == 1
-    path.write_text(source.replace("return self.classifier(torch.stack(", "return 2 * self.classifier(torch.stack("))
+    assert (
+        source.count("return torch.stack([logits for _, _, logits in grid]).unflatten(0, (-1, len(granularities)))")
+        == 1
+    )
+    path.write_text(
+        source.replace(
+            "return torch.stack([logits for _, _, logits in grid]).unflatten",
+            "return 2 * torch.stack([logits for _, _, logits in grid]).unflatten",
+        )
+    )
     assert len(run("--against", other_checkout, "--only", "plain")) == 2  # which computes the same
     with pytest.raises(SystemExit, match=r"^grid of the tiny model, batch 1: outputs differ by "):
         run("--against", other_checkout, "--only", "grid")
@@ -75,7 +82,7 @@ def test_what_cannot_be_compared_is_named(run, other_checkout, tmp_path, capfd):
         run("--against", tmp_path)
     with pytest.raises(SystemExit, match=r"^--only must be among plain, early_exit, .*, got probes$"):
         run("--against", ROOT, "--only", "probes")
-    (other_checkout / "modeling" / "__init__.py").write_text("from .training_adaperceiver import Once\n")
+    (other_checkout / "modeling" / "__init__.py").write_text("from .once_for_all_adaperceiver import Once\n")
     with pytest.raises(SystemExit, match=rf"^The worker of {other_checkout} has stopped"):
         run("--against", other_checkout, "--only", "plain")
     assert "ImportError: cannot import name 'Once'" in capfd.readouterr().err

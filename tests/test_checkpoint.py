@@ -14,8 +14,7 @@ from adaperceiver import AdaPerceiverForImageClassification
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"
-sys.path.insert(0, str(ROOT / "examples"))
-import demo  # noqa: E402
+import demo
 
 
 @pytest.fixture(scope="module")

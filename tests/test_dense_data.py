@@ -14,17 +14,14 @@ from PIL import Image
 from transformers import HfArgumentParser
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 pytest.importorskip("kornia", reason="augmentation needs kornia")
-import data
 import datasets
-import dense_data
 from accelerate import Accelerator
-from dense_data import DenseAugmentation, DenseDataArguments, PairedAugment
-from scenes import MASK_LABELS, scene
 
 from adaperceiver import AdaPerceiverConfig, image_processor_for
+from adaperceiver.training import data, dense_data
+from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments, PairedAugment
+from adaperceiver.training.scenes import MASK_LABELS, scene
 
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -28,18 +28,20 @@ from transformers import (
     pipeline,
 )
 
+from adaperceiver.training import augmentation, checkpointing, loop
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, as_options, parse, shrink
+
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
-import data  # noqa: E402
-import distill  # noqa: E402
-import teacher as teachers  # noqa: E402
-import training  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from datasets import ClassLabel, Dataset, Features, load_dataset  # noqa: E402
-from datasets import Image as DatasetImage  # noqa: E402
+import distill
+from accelerate import Accelerator
+from datasets import ClassLabel, Dataset, Features, load_dataset
+from datasets import Image as DatasetImage
+
+from adaperceiver.training import data
+from adaperceiver.training import teacher as teachers
 
 
 NAMES = ["apple", "book", "cup"]
@@ -114,7 +116,7 @@ def arguments(image_folder, teacher_folder, tmp_path):
             "tracker": "none",
             **changes,
         }
-        return [empty_recipe(tmp_path), *training.as_options(values)]
+        return [empty_recipe(tmp_path), *as_options(values)]
 
     return build
 
@@ -147,7 +149,7 @@ def whole_run(image_folder, teacher_folder, tmp_path_factory):
     values = {"output_dir": folder / "run", "dataset": image_folder, "teacher": teacher_folder, "student": STUDENT}
     values |= {"steps": STEPS, "batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2, "log_steps": 1}
     values |= {"save_steps": 2, "eval_steps": 3, "workers": 0, "tracker": "none"}
-    distill.main([empty_recipe(folder), *training.as_options(values)])
+    distill.main([empty_recipe(folder), *as_options(values)])
     return folder / "run"
 
 
@@ -362,7 +364,7 @@ def test_a_full_disk_stops_the_run_and_leaves_whole_checkpoints(arguments, tmp_p
     monkeypatch.setattr(Accelerator, "save_state", save_state)
     with pytest.raises(SystemExit, match=r"checkpoint-4 could not be written: .*No space left on device"):
         distill.main(arguments())
-    assert [path.name for path in training.checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert [path.name for path in checkpointing.checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     assert not list((tmp_path / "run").glob(".*part"))
     monkeypatch.undo()
     distill.main([*arguments(), "--resume"])
@@ -423,7 +425,9 @@ def test_a_streamed_run_resumes_where_it_stopped(arguments, image_folder, tmp_pa
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training.Metrics, "log", interrupt_after(training.Metrics.log, calls=5, interrupt=interrupt))
+    monkeypatch.setattr(
+        checkpointing.Metrics, "log", interrupt_after(checkpointing.Metrics.log, calls=5, interrupt=interrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         distill.main(arguments(**form))
     monkeypatch.undo()
@@ -452,7 +456,7 @@ def test_a_column_or_split_that_is_not_there_is_named(arguments):
 
 
 def augmenter(**changes):
-    return data.Augment(data.AugmentationArguments(**changes), image_size=16)
+    return augmentation.Augment(augmentation.AugmentationArguments(**changes), image_size=16)
 
 
 def images_and_labels(count=12):
@@ -750,9 +754,9 @@ def test_features_leave_the_classifier_of_other_labels_alone(arguments, whole_ru
 
 def test_a_smoke_run_fits_any_number_of_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    optimization = training.OptimizationArguments()
-    training.shrink(training.RunArguments(), data.DataArguments(), optimization)
-    assert training.micro_batches_per_step(optimization, SimpleNamespace(num_processes=3)) == 1
+    optimization = OptimizationArguments()
+    shrink(RunArguments(), data.DataArguments(), optimization)
+    assert loop.micro_batches_per_step(optimization, SimpleNamespace(num_processes=3)) == 1
 
 
 def test_the_command_line_wins_over_the_stage_which_wins_over_the_recipe(tmp_path):
@@ -760,10 +764,8 @@ def test_the_command_line_wins_over_the_stage_which_wins_over_the_recipe(tmp_pat
     recipe.write_text(
         "learning_rate: 0.1\nsteps: 5\nstages:\n  - {learning_rate: 0.2}\n  - {steps: 7, clip_norm: 2.0}\n"
     )
-    groups = [training.RunArguments, training.OptimizationArguments]
-    (run1, first), (run2, second) = training.parse(
-        groups, [str(recipe), "--clip_norm", "1", "--output_dir", "x"], recipe
-    )
+    groups = [RunArguments, OptimizationArguments]
+    (run1, first), (run2, second) = parse(groups, [str(recipe), "--clip_norm", "1", "--output_dir", "x"], recipe)
     assert (first.learning_rate, first.steps, first.clip_norm) == (0.2, 5, 1.0)
     assert (second.learning_rate, second.steps, second.clip_norm) == (0.1, 7, 1.0)
     assert (run1.output_dir, run2.output_dir) == (os.path.join("x", "stage1"), os.path.join("x", "stage2"))
@@ -773,6 +775,6 @@ def test_an_unknown_key_or_recipe_is_named(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("lerning_rate: 0.1\n")
     with pytest.raises(ValueError, match="lerning_rate"):
-        training.parse([training.RunArguments], [str(recipe)], recipe)
+        parse([RunArguments], [str(recipe)], recipe)
     with pytest.raises(SystemExit, match=r"There is no recipe nothing\.yaml; those at hand are .*scenes\.yaml"):
-        training.parse([training.RunArguments], ["nothing.yaml"], recipe)
+        parse([RunArguments], ["nothing.yaml"], recipe)

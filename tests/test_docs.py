@@ -14,7 +14,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
-    for folder in ("checkpoints", "examples"):  # what pages name, beside what they write
+    for folder in ("checkpoints", "examples", "modeling"):  # what pages name, beside what they write
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     blocks, namespace = CODE.findall(page.read_text()), {}

@@ -1,11 +1,10 @@
-"""examples/evaluate.py: one encoding gives the scores of a whole grid, and a table, plots and a checkpoint that knows them."""
+"""examples/evaluate_model.py: one encoding gives the scores of a whole grid, and a table, plots and a checkpoint that knows them."""
 
 import csv
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import evaluate_model
 import pytest
 import torch
 from accelerate import Accelerator
@@ -28,13 +27,8 @@ from adaperceiver import (
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-import evaluation  # noqa: E402
+from adaperceiver.evaluation import grid as evaluation
 
-
-spec = importlib.util.spec_from_file_location("evaluate_script", EXAMPLES / "evaluate.py")
-evaluate_script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evaluate_script)
 
 TOKENS = [2, 4, 7, 16, 24]  # trained, trained, between, trained, beyond
 WIDTHS, DEPTHS = [16, 32], [1, 2]
@@ -138,7 +132,8 @@ def test_nothing_to_evaluate_is_an_error(tiny_model):
 @pytest.fixture
 def checkpoint(tiny_model, tmp_path):
     def save(model_class=AdaPerceiverForImageClassification, name="checkpoint", **changes):
-        from scenes import LABELS, MASK_LABELS
+        from adaperceiver.training.data import LABELS
+        from adaperceiver.training.scenes import MASK_LABELS
 
         names = MASK_LABELS if model_class is AdaPerceiverForSemanticSegmentation else LABELS
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
@@ -161,7 +156,7 @@ def run(checkpoint, tmp_path, *options):
         "--batch_size",
         "5",
     ]
-    evaluate_script.main(["--model", checkpoint, *common, *options])
+    evaluate_model.main(["--model", checkpoint, *common, *options])
     return json.loads((tmp_path / "out" / "results.json").read_text())
 
 
@@ -227,8 +222,8 @@ def test_the_checkpoints_own_defaults_have_no_part_in_the_grid(checkpoint, tmp_p
 
 def test_the_front_has_what_no_cheaper_point_equals():
     rows = [{"gflops": cost, "score": score} for cost, score in ((1, 0.5), (2, 0.4), (3, 0.7), (3, 0.8), (4, 0.8))]
-    assert [row["score"] for row in evaluate_script.pareto(rows, "gflops", "score", True)] == [0.5, 0.8]
-    assert [row["score"] for row in evaluate_script.pareto(rows, "gflops", "score", False)] == [0.5, 0.4]
+    assert [row["score"] for row in evaluate_model.pareto(rows, "gflops", "score", True)] == [0.5, 0.8]
+    assert [row["score"] for row in evaluate_model.pareto(rows, "gflops", "score", False)] == [0.5, 0.4]
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,19 @@ from adaperceiver import (
     AdaPerceiverImageSegmentationPipeline,
     AdaptiveConfig,
 )
+from adaperceiver.training.arguments import as_options, parse
 
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
-import finetuning  # noqa: E402
-import run_depth_estimation  # noqa: E402
-import run_image_classification  # noqa: E402
-import run_semantic_segmentation  # noqa: E402
-import training  # noqa: E402
-from scenes import FIRST_INDEX, MASK_LABELS, scene  # noqa: E402
+import run_depth_estimation
+import run_image_classification
+import run_semantic_segmentation
+
+from adaperceiver.training import finetuning
+from adaperceiver.training.scenes import FIRST_INDEX, MASK_LABELS, scene
 
 
 TASKS = {
@@ -89,7 +89,7 @@ def arguments(checkpoint, tmp_path):
             values |= {"randaugment_magnitude": 0, "mixup_alpha": 0}
         else:
             values |= {"image_size": [32, 32]}
-        return [str(recipe), *training.as_options({**values, **changes})]
+        return [str(recipe), *as_options({**values, **changes})]
 
     return build
 
@@ -270,7 +270,7 @@ def run_default(task, steps, tmp_path):
         "workers": 0,
         "tracker": "none",
     }
-    TASKS[task][0].main(training.as_options(options))
+    TASKS[task][0].main(as_options(options))
     return lines_of(tmp_path / "run")[-1]
 
 
@@ -299,5 +299,5 @@ def test_the_recipes_name_only_known_arguments():
     for script, recipes in scripts.items():
         for recipe in recipes:
             path = EXAMPLES / "recipes" / f"{recipe}.yaml"
-            assert len(training.parse(script.GROUPS, [str(path)], path)) == 1
+            assert len(parse(script.GROUPS, [str(path)], path)) == 1
             assert f"examples/{Path(script.__file__).name}" in path.read_text()

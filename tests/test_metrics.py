@@ -1,4 +1,4 @@
-"""examples/metrics: scores held against scikit-learn, plain loops and cases computed by hand; in one process and in two."""
+"""The metrics: scores held against scikit-learn, plain loops and cases computed by hand; in one process and in two."""
 
 import json
 import math
@@ -15,8 +15,10 @@ import torch
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score, top_k_accuracy_score
 
+import adaperceiver
 
-METRICS = Path(__file__).parents[1] / "examples" / "metrics"
+
+METRICS = Path(adaperceiver.__file__).parent / "evaluation" / "metrics"
 SAMPLES = 11  # neither a multiple of the batch of 2 nor of two processes
 OPTIONS = {"top_k_accuracy": {"k": [1, 3]}, "mean_iou": {"num_labels": 6}, "depth_estimation": {"crop": "none"}}
 SCORES = ("rmse", "abs_rel", "log10", "delta1", "delta2", "delta3", "silog")

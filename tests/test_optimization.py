@@ -16,17 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_equal
+from distill import DistillationArguments, DistillationData
 from torch import nn
 
 from adaperceiver import AdaPerceiverConfig
-
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-from data import AugmentationArguments
-from distill import DistillationArguments, DistillationData
-from soap import DelayedSOAP
-from training import OptimizationArguments, RunArguments, build_optimizer, build_scheduler, parse
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, parse
+from adaperceiver.training.augmentation import AugmentationArguments
+from adaperceiver.training.optimization import build_optimizer, build_scheduler
+from adaperceiver.training.soap import DelayedSOAP
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -168,8 +165,7 @@ def test_soap_takes_the_same_steps_in_two_processes(tmp_path):
     """Each rank sees half the batch. Both end with the same weights, which are those of one process with all of it."""
     code = f"""
 import os, sys, torch
-sys.path.append({str(REPOSITORY / "examples")!r})
-from soap import DelayedSOAP
+from adaperceiver.training.soap import DelayedSOAP
 torch.set_num_threads(1)
 torch.manual_seed(0)
 images, targets = torch.randn(7, 8, 6), torch.randn(7, 8, 5)

@@ -1,6 +1,5 @@
 """Data of one's own without a recipe: nothing is inherited from the rendered scenes, and each script says what it uses."""
 
-import sys
 from pathlib import Path
 
 import datasets
@@ -10,19 +9,18 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification
+from adaperceiver.training.arguments import as_options, recipe_for
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
-import dense_data  # noqa: E402
-import distill  # noqa: E402
-import finetuning  # noqa: E402
-import run_depth_estimation  # noqa: E402
-import run_image_classification  # noqa: E402
-import run_semantic_segmentation  # noqa: E402
-import training  # noqa: E402
+import distill
+import run_depth_estimation
+import run_image_classification
+import run_semantic_segmentation
+
+from adaperceiver.training import dense_data, finetuning
 
 
 NAMES = ["ant", "bee", "cat", "dog"]
@@ -83,7 +81,7 @@ def test_distillation_takes_neither_the_sizes_nor_the_first_images_of_the_scenes
     found = started(monkeypatch, distill)
     values = {"dataset": sorted_folder, "teacher": teacher, "output_dir": tmp_path / "run", **QUICK}
     with pytest.raises(KeyboardInterrupt):
-        distill.main(training.as_options(values))
+        distill.main(as_options(values))
     assert found["images"] == 36
     assert found["batch"]["images"].shape == (8, 3, 96, 96)
     assert found["model"].config.hidden_size == 192
@@ -92,7 +90,7 @@ def test_distillation_takes_neither_the_sizes_nor_the_first_images_of_the_scenes
     assert "No training image shows 1 of the classes: dog." in printed
     assert "Images of 96 x 96 pixels (height x width); 2 steps of 8 images (8 at a time)." in printed
     with pytest.raises(KeyboardInterrupt):
-        distill.main(training.as_options({**values, "train_samples": 9, "overwrite": True}))
+        distill.main(as_options({**values, "train_samples": 9, "overwrite": True}))
     assert np.bincount(found["dataset"]["label"]).tolist() == [3, 3, 3]  # of a folder that is sorted by class
 
 
@@ -100,7 +98,7 @@ def test_a_checkpoint_keeps_its_sizes(sorted_folder, teacher, checkpoint, tmp_pa
     found = started(monkeypatch, distill)
     values = {"dataset": sorted_folder, "teacher": teacher, "output_dir": tmp_path / "run", **QUICK}
     with pytest.raises(KeyboardInterrupt):
-        distill.main(training.as_options({**values, "init_from": checkpoint}))
+        distill.main(as_options({**values, "init_from": checkpoint}))
     assert found["model"].config.hidden_size == 32
     assert found["batch"]["images"].shape == (8, 3, 64, 64)
     assert "A new classifier of 4 classes" in capsys.readouterr().out
@@ -112,7 +110,7 @@ def test_fine_tuning_takes_all_images_and_the_size_of_the_model(
     found = started(monkeypatch, finetuning)
     values = {"dataset": sorted_folder, "model": checkpoint, "output_dir": tmp_path / "run", **QUICK}
     with pytest.raises(KeyboardInterrupt):
-        run_image_classification.main(training.as_options(values))
+        run_image_classification.main(as_options(values))
     assert found["images"] == 36
     assert found["batch"]["images"].shape == (8, 3, 64, 64)
     printed = capsys.readouterr().out
@@ -142,7 +140,7 @@ def test_dense_data_are_not_shrunk_to_the_pixels_of_scenes(kind, checkpoint, tmp
     if kind == "segmentation":
         script, values["label_map"] = run_semantic_segmentation, tmp_path / "names.txt"
     with pytest.raises(KeyboardInterrupt):
-        script.main(training.as_options(values))
+        script.main(as_options(values))
     assert found["images"] == 19
     assert min(found["batch"]["images"].shape[-2:]) > 96
     printed = capsys.readouterr().out
@@ -154,9 +152,9 @@ def test_dense_data_are_not_shrunk_to_the_pixels_of_scenes(kind, checkpoint, tmp
 def test_the_recipe_of_the_scenes_is_for_scenes_alone():
     scenes, own = Path("scenes.yaml"), Path("own.yaml")
     for arguments in ([], ["--dataset", "scenes"], ["--dataset=scenes", "--steps", "3"], ["--model", "x"]):
-        assert training.recipe_for(arguments, scenes, own) == scenes
+        assert recipe_for(arguments, scenes, own) == scenes
     for arguments in (["--dataset", "x"], ["--dataset=x"], ["--steps", "3", "--dataset", "a", "b", "--flip", "true"]):
-        assert training.recipe_for(arguments, scenes, own) == own
+        assert recipe_for(arguments, scenes, own) == own
 
 
 @pytest.mark.parametrize(

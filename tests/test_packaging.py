@@ -1,5 +1,6 @@
 """The installed package: one import name, few imports at run time, and a wheel that stands alone."""
 
+import ast
 import importlib.metadata
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from conftest import TINY
 
 import adaperceiver
+from adaperceiver.hub_adaperceiver import write_sources
 
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,7 +58,7 @@ print(*model(torch.zeros(1, 3, 32, 32), tokens=8, width=16, depth=1).logits.shap
 def wheel(tmp_path_factory):
     pytest.importorskip("setuptools", reason="the wheel is built with the setuptools of this environment")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in ("modeling", "configuration"):
+    for name in ("modeling", "configuration", "examples/recipes"):
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         if (REPOSITORY / name).exists():
@@ -73,9 +75,29 @@ def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
     version = adaperceiver.__version__
     files = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     assert {file.parts[0] for file in files} == {"adaperceiver", f"adaperceiver-{version}.dist-info"}
-    expected = {Path("adaperceiver") / file.name for file in (REPOSITORY / "modeling").glob("*.py")}
-    expected |= {Path("adaperceiver/configuration") / f.name for f in (REPOSITORY / "configuration").glob("*.py")}
-    assert {file for file in files if file.suffix == ".py"} == expected
+    folders = {"modeling": "adaperceiver", "configuration": "adaperceiver/configuration"}
+    folders["examples/recipes"] = "adaperceiver/recipes"
+    for folder, installed in folders.items():
+        tree = (path.relative_to(REPOSITORY / folder) for path in (REPOSITORY / folder).rglob("*.*"))
+        expected = {Path(installed) / path for path in tree if "__pycache__" not in path.parts}
+        assert {file for file in files if file.suffix in (".py", ".txt", ".yaml")} >= expected
+
+
+def test_the_wheel_finds_its_labels_metrics_and_recipes(wheel, tmp_path):
+    unzipped, elsewhere = tmp_path / "unzipped", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(unzipped)
+    elsewhere.mkdir()
+    code = """
+from adaperceiver.evaluation.grid import metrics_for
+from adaperceiver.training.arguments import known_recipes
+from adaperceiver.training.data import read_label_map
+metric = metrics_for("image-segmentation", 3)()
+print(len(read_label_map("ade20k")), type(metric).__name__, *known_recipes())
+"""
+    labels, metric, *recipes = run(code, elsewhere, python_path=unzipped).split()
+    assert (labels, metric) == ("150", "MeanIou")
+    assert {Path(recipe) for recipe in recipes} == set((unzipped / "adaperceiver" / "recipes").glob("*.yaml"))
+    assert len(recipes) > 10
 
 
 def test_the_wheel_imports_without_the_repository(wheel, tmp_path):
@@ -91,3 +113,31 @@ print(*sorted(module.__file__ for name, module in sys.modules.items() if name.sp
     files = run(code, elsewhere, python_path=unzipped).split()
     assert str(unzipped / "adaperceiver" / "__init__.py") in files
     assert all(Path(file).is_relative_to(unzipped) for file in files)
+
+
+def imported(path):
+    """The modules that a file of the package imports, by their absolute names."""
+    package = ["adaperceiver", *path.relative_to(REPOSITORY / "modeling").parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            yield ".".join([*parent, *([node.module] if node.module else [])])
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_between_the_rooms_go_one_way():
+    for path in (REPOSITORY / "modeling").rglob("*.py"):
+        room = path.relative_to(REPOSITORY / "modeling").parts[0]
+        names = list(imported(path))
+        if room != "training":
+            assert not [name for name in names if name.startswith("adaperceiver.training")], path
+        if room not in ("training", "evaluation"):
+            assert not [name for name in names if name.startswith("adaperceiver.evaluation")], path
+
+
+def test_remote_code_has_none_of_the_rooms(tmp_path):
+    write_sources(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (REPOSITORY / "modeling").glob("*_adaperceiver.py")
+    }

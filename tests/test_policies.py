@@ -1,8 +1,6 @@
 """Policies: fixed, the router, functions and compositions, each image at its own operating point."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +20,16 @@ from adaperceiver import (
     AdaPerceiverModel,
     AdaptiveConfig,
 )
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, as_options, parse
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 pytest.importorskip("kornia", reason="the training scripts need kornia")
 import calibrate
-import data
 import evaluate_policies
 import train_policy
-import training
-from scenes import scenes
+
+from adaperceiver.training import data
+from adaperceiver.training.scenes import scenes
 
 
 @pytest.fixture
@@ -283,7 +280,7 @@ def policy_arguments(checkpoint, tmp_path, **changes):
     values = {"model": checkpoint, "output_dir": tmp_path / "run", "steps": 4, "batch_size": 8, "micro_batch_size": 4}
     values |= {"train_samples": 24, "validation_samples": 10, "warmup_steps": 1, "log_steps": 1, "save_steps": 2}
     values |= {"eval_steps": 2, "workers": 0, "tracker": "none", "optimizer": "adamw", "ema_decay": 0.5}
-    return [str(recipe), *training.as_options({**values, **changes})]
+    return [str(recipe), *as_options({**values, **changes})]
 
 
 @pytest.mark.parametrize("method", ["expected", "reinforce"])
@@ -331,8 +328,13 @@ def test_the_cross_entropies_are_those_of_separate_calls(model, tmp_path):
 
 
 def test_the_recipe_names_only_known_arguments():
-    groups = [training.RunArguments, data.DataArguments, training.OptimizationArguments, train_policy.PolicyArguments]
-    assert len(training.parse(groups, [str(train_policy.RECIPE)], train_policy.RECIPE)) == 1
+    groups = [
+        RunArguments,
+        data.DataArguments,
+        OptimizationArguments,
+        train_policy.PolicyArguments,
+    ]
+    assert len(parse(groups, [str(train_policy.RECIPE)], train_policy.RECIPE)) == 1
 
 
 def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_path):

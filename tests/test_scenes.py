@@ -1,17 +1,12 @@
 """The scenes that the training scripts run on by default: one generator for classes, masks and depth, and its teacher."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from scenes import LABELS, MASK_LABELS, scene, scenes, teacher
+from adaperceiver.training.data import LABELS
+from adaperceiver.training.scenes import MASK_LABELS, scene, scenes, teacher
 
 
 @pytest.fixture(scope="module")

@@ -1,39 +1,33 @@
 """Which images a script reads: what trains or chooses never reads the test split, and final scores are of nothing else."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import datasets
+import evaluate_model
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverForSemanticSegmentation
+from adaperceiver.training.arguments import as_options
 
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
-import calibrate  # noqa: E402
-import data  # noqa: E402
-import dense_data  # noqa: E402
-import distill  # noqa: E402
-import evaluate_policies  # noqa: E402
-import run_depth_estimation  # noqa: E402
-import run_image_classification  # noqa: E402
-import run_semantic_segmentation  # noqa: E402
-import train_policy  # noqa: E402
-import training  # noqa: E402
-from dense_data import DenseDataArguments  # noqa: E402
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor  # noqa: E402
+import calibrate
+import distill
+import evaluate_policies
+import run_depth_estimation
+import run_image_classification
+import run_semantic_segmentation
+import train_policy
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from adaperceiver.training import data, dense_data
+from adaperceiver.training.dense_data import DenseDataArguments
 
-spec = importlib.util.spec_from_file_location("evaluate_script", EXAMPLES / "evaluate.py")
-evaluate_script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evaluate_script)
 
 NAMES = ["apple", "book", "cup"]
 LABELS = {
@@ -146,14 +140,14 @@ CHOOSING = {
     "router": train_policy,
     "calibrate": calibrate,
 }
-SCORING = {"evaluate": evaluate_script, "policies": evaluate_policies}
+SCORING = {"evaluate": evaluate_model, "policies": evaluate_policies}
 
 
 def run(name, script, tmp_path, values):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{}")
     positional = [] if name in ("calibrate", *SCORING) else [str(recipe)]
-    script.main([*positional, *training.as_options(values)])
+    script.main([*positional, *as_options(values)])
 
 
 @pytest.mark.parametrize("name", CHOOSING)
@@ -186,8 +180,8 @@ def test_dense_scores_too(source, tmp_path, tiny_model):
     values = {"model": tmp_path / "dense", "dataset": source, "label_map": tmp_path / "names.txt"}
     values |= {"output": tmp_path / "scores"}
     with pytest.raises(TestSplitRead):
-        run("evaluate", evaluate_script, tmp_path, values)
-    run("evaluate", evaluate_script, tmp_path, {**values, "split": "validation"})
+        run("evaluate", evaluate_model, tmp_path, values)
+    run("evaluate", evaluate_model, tmp_path, {**values, "split": "validation"})
 
 
 # ------------------------------------------------------------------------------------------------- held out, and subsets

@@ -1,7 +1,6 @@
 """A stem of inverted residual blocks computes what the network it comes from computes."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +13,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import distill
 import export_onnx
-import finetuning
-from teacher import Teacher, stem_of
+
+from adaperceiver.training import finetuning
+from adaperceiver.training.teacher import Teacher, stem_of
 
 
 STEMS = [

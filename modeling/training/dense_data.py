@@ -24,7 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from data import (
+from datasets import Dataset, Features, Image, Value
+from PIL import Image as PILImage
+from torch.nn.functional import interpolate, pad
+from tqdm.auto import tqdm
+
+from .augmentation import seed_of
+from .data import (
     LABELS,
     check_label_map,
     decode,
@@ -32,15 +38,10 @@ from data import (
     own_pairs,
     read_label_map,
     scored_split,
-    seed_of,
     subset,
     two_splits,
 )
-from datasets import Dataset, Features, Image, Value
-from PIL import Image as PILImage
-from scenes import MASK_LABELS, scenes
-from torch.nn.functional import interpolate, pad
-from tqdm.auto import tqdm
+from .scenes import MASK_LABELS, scenes
 
 
 IGNORED = 255  # the class of pixels that do not count

@@ -1,4 +1,4 @@
-"""Top-k accuracy from running sums, for `evaluate.load("examples/metrics/top_k_accuracy", k=[1, 5])`."""
+"""Top-k accuracy from running sums, for `evaluate.load("modeling/evaluation/metrics/top_k_accuracy", k=[1, 5])`."""
 
 from collections.abc import Sequence
 

@@ -13,8 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from data import MicroBatches
-from dense_data import (
+
+from .. import AccuracyTable, image_processor_for
+from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
+from .arguments import OptimizationArguments, RunArguments, shrink
+from .checkpointing import model_card
+from .data import MicroBatches
+from .dense_data import (
     DenseAugmentation,
     DenseDataArguments,
     PairedAugment,
@@ -25,26 +30,10 @@ from dense_data import (
     mask_names,
     read_dense,
 )
-from evaluation import TASKS, along_axes, evaluate_grid, metrics_for, table_points
-from training import (
-    OptimizationArguments,
-    RunArguments,
-    draws,
-    freeze_stem,
-    model_card,
-    normalisation,
-    print_plan,
-    print_scores,
-    shrink,
-    start,
-    train,
-)
-
-from adaperceiver import AccuracyTable, image_processor_for
+from .loop import draws, freeze_stem, normalisation, print_plan, print_scores, start, train
 
 
-ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "examples" / "recipes"
+ROOT = Path(__file__).parents[2]
 TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
 KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
 

@@ -1,4 +1,4 @@
-"""Mean IoU from one histogram, for `evaluate.load("examples/metrics/mean_iou", num_labels=150)`."""
+"""Mean IoU from one histogram, for `evaluate.load("modeling/evaluation/metrics/mean_iou", num_labels=150)`."""
 
 import datasets
 import evaluate

@@ -1,9 +1,9 @@
 """
 What a checkpoint scores at its operating points: a table, CSV, JSON and plots.
 
-    python examples/evaluate.py --model checkpoints/adaperceiver-tiny-cifar10 --dataset path/to/cifar10
-    python examples/evaluate.py --model MODEL --dataset path/to/ade20k --encoding ade20k --depths 21
-    accelerate launch --multi_gpu --num_processes 8 examples/evaluate.py --model MODEL --dataset timm/imagenet-1k-wds
+    python examples/evaluate_model.py --model checkpoints/adaperceiver-tiny-cifar10 --dataset path/to/cifar10
+    python examples/evaluate_model.py --model MODEL --dataset path/to/ade20k --encoding ade20k --depths 21
+    accelerate launch --multi_gpu --num_processes 8 examples/evaluate_model.py --model MODEL --dataset timm/imagenet-1k-wds
 
 The task is that of the checkpoint. One encoding at each width serves all trained token counts and depths, so the whole grid
 costs little more than one pass at each width. `--help` lists all options.
@@ -20,15 +20,21 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from data import DataArguments, check_classes, load_scored, validation_batches
-from dense_data import DenseDataArguments, check_samples, dense_validation_batches, load_dense_scored, mask_names
-from evaluation import TASKS, evaluate_grid, metrics_for, table_points
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, HfArgumentParser
 
 from adaperceiver import AccuracyTable, AdaptiveConfig
 from adaperceiver.adaptive_adaperceiver import interleaved
+from adaperceiver.evaluation.grid import TASKS, evaluate_grid, metrics_for, table_points
+from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
+from adaperceiver.training.dense_data import (
+    DenseDataArguments,
+    check_samples,
+    dense_validation_batches,
+    load_dense_scored,
+    mask_names,
+)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Errors of depth maps from running sums, for `evaluate.load("examples/metrics/depth_estimation", crop="eigen")`."""
+"""Errors of depth maps from running sums, for `evaluate.load("modeling/evaluation/metrics/depth_estimation", crop="eigen")`."""
 
 import math
 

@@ -181,7 +181,7 @@ def compare(other: Path, output: Path, names: Iterable[str], smoke: bool, repeat
         raise SystemExit(
             f"--against must be a checkout of this project, with modeling/ and configuration/, got {other}"
         )
-    this, that = Worker(Path(__file__).parents[1]), Worker(other.resolve())
+    this, that = Worker(Path(__file__).parents[2]), Worker(other.resolve())
     keys = [(size, batch, case) for size in (SMOKE if smoke else SIZES) for batch in BATCHES for case in names]
 
     worst = 0.0

@@ -14,12 +14,14 @@ import kornia.augmentation as K
 import numpy as np
 import torch
 from accelerate import Accelerator
-from data import Augment, MicroBatches, seed_of
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from training import write_whole
 from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from .augmentation import Augment, seed_of
+from .checkpointing import write_whole
+from .data import MicroBatches
 
 
 class Teacher:

@@ -5,18 +5,17 @@ One encoding at each width serves all trained token counts and all depths: only 
 and beyond the trained ones) is encoded for itself. Early exit is read off the same logits.
 """
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import evaluate
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 
-EXAMPLES = Path(__file__).parent
+METRICS = Path(__file__).parent / "metrics"
 
 
 class Task(NamedTuple):
@@ -35,25 +34,13 @@ TASKS = {
 }
 
 
-def library() -> Any:
-    """Hugging Face's `evaluate`: in this folder, which is first in the path of a script, a file has the same name."""
-    if "evaluate" not in sys.modules:
-        path = list(sys.path)
-        sys.path = [entry for entry in path if Path(entry).resolve() != EXAMPLES.resolve()]
-        try:
-            importlib.import_module("evaluate")
-        finally:
-            sys.path = path
-    return sys.modules["evaluate"]
-
-
 def metrics_for(task: str, num_labels: int, **options) -> Callable[[], Any]:
     """Makes metrics of the task, as many as are wanted. `options` are those of the metric, such as `crop`."""
     if task == "image-classification":
         options = {"k": [1, 5] if num_labels >= 5 else [1], **options}
     elif task == "image-segmentation":
         options = {"num_labels": num_labels, **options}
-    first = library().load(str(EXAMPLES / "metrics" / TASKS[task].metric), **options)
+    first = evaluate.load(str(METRICS / TASKS[task].metric), **options)
     return lambda: type(first)(**options)
 
 

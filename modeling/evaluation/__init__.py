@@ -1,0 +1,1 @@
+"""Evaluation: what a checkpoint scores at its operating points."""

@@ -1,0 +1,1 @@
+"""Training: from images to checkpoints. The scripts of `examples/` put these pieces together."""
