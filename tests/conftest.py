@@ -1,6 +1,9 @@
 """What every test shares: offline, seeded, on two threads, with one tiny model."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, at its import
@@ -20,6 +23,9 @@ from adaperceiver import (
     AdaPerceiverModel,
 )
 
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 TINY = {  # granularities 2, 4, 6, 8, 12, 16; widths 16, 24, 32; a 4x4 grid of patches
     "image_size": 32,
@@ -88,3 +94,25 @@ def counted_flops(model, pixel_values, **point):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(pixel_values, **point)
     return counter.get_total_flops()
+
+
+def run(code, folder, python_path=None):
+    """What a fresh Python prints, started in `folder`, away from the repository."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python_path is not None:
+        environment["PYTHONPATH"] = str(python_path)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def command_line(**arguments) -> list[str]:
+    return [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+
+
+def run_script(name: str, folder: Path, **arguments) -> subprocess.CompletedProcess:
+    """Run a script of `examples/` as a user does, in `folder`."""
+    command = [sys.executable, str(EXAMPLES / name), *command_line(**arguments)]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -12,8 +12,6 @@ from adaperceiver import AdaPerceiverForImageClassification
 from adaperceiver.training.arguments import as_options, recipe_for
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import distill
 import run_depth_estimation

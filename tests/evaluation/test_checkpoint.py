@@ -2,17 +2,16 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from datasets import Dataset
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from adaperceiver import AdaPerceiverForImageClassification
 
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"
 import demo
 

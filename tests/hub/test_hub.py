@@ -13,7 +13,7 @@ import accelerate
 import peft
 import pytest
 import torch
-from conftest import MODEL_CLASSES, TINY, aligned, assert_equal, images
+from conftest import MODEL_CLASSES, ROOT, TINY, aligned, assert_equal, images
 from huggingface_hub import ModelCard
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, BitImageProcessor
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -30,8 +30,7 @@ from adaperceiver import (
 )
 
 
-REPOSITORY = Path(__file__).parents[1]
-SOURCES = {path.name for path in (REPOSITORY / "modeling").glob("*_adaperceiver.py")}
+SOURCES = {path.name for path in (ROOT / "modeling").glob("*_adaperceiver.py")}
 WITHOUT_SOURCES = {"README.md", "adaptive_config.json", "config.json", "model.safetensors", "preprocessor_config.json"}
 TASKS = {
     AdaPerceiverModel: "image-feature-extraction",
@@ -59,8 +58,8 @@ def test_a_folder_holds_weights_configs_processor_card_and_the_source_files(mode
     tiny_model(model_class).save_pretrained(tmp_path)
     assert files_of(tmp_path) == WITHOUT_SOURCES | SOURCES
     for name in SOURCES - {"configuration_adaperceiver.py"}:
-        assert (tmp_path / name).read_text() == (REPOSITORY / "modeling" / name).read_text()
-    configuration = (REPOSITORY / "configuration" / "configuration_adaperceiver.py").read_text()
+        assert (tmp_path / name).read_text() == (ROOT / "modeling" / name).read_text()
+    configuration = (ROOT / "configuration" / "configuration_adaperceiver.py").read_text()
     assert (tmp_path / "configuration_adaperceiver.py").read_text().startswith(configuration)
 
     config, task = config_of(tmp_path), TASKS[model_class]

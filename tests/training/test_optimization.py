@@ -11,11 +11,10 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import ROOT, assert_equal
 from distill import DistillationArguments, DistillationData
 from torch import nn
 
@@ -26,8 +25,7 @@ from adaperceiver.training.optimization import build_optimizer, build_scheduler
 from adaperceiver.training.soap import DelayedSOAP
 
 
-REPOSITORY = Path(__file__).parents[1]
-RECIPES = REPOSITORY / "examples" / "recipes"
+RECIPES = ROOT / "examples" / "recipes"
 OPTIMIZERS = ("adamw", "nadamw", "soap")
 
 
@@ -333,7 +331,7 @@ def test_every_recipe_describes_a_student(recipe):
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("imagenet12k*.yaml")), ids=lambda path: path.stem)
 def test_the_commands_on_top_of_a_recipe_run_it(recipe, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(ROOT)
     comment = re.match(r"(#.*\n)+", recipe.read_text()).group().replace("\\\n#", "").splitlines()
     commands = [line.split("examples/distill.py")[1] for line in comment if line.startswith("#     accelerate launch")]
     real, smoke = (stages_of(*shlex.split(command)) for command in commands)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import EXAMPLES, assert_equal
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -31,8 +31,6 @@ from transformers import (
 from adaperceiver.training import augmentation, checkpointing, loop
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments, as_options, parse, shrink
 
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import distill

@@ -1,14 +1,13 @@
 """One operating point on its own: torch.export, ONNX and int8 against the model it was cut from; the scripts as users run them."""
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import EXAMPLES, command_line, run_script
 from official import official_classifier, official_model
 from torch import nn
 
@@ -22,23 +21,11 @@ from adaperceiver import (
 )
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 POINT = {"tokens": 8, "width": 48, "depth": 2}
 
 
 def images(batch: int) -> torch.Tensor:
     return torch.randn(batch, 3, 32, 32)
-
-
-def command_line(**arguments) -> list[str]:
-    return [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-
-
-def run_script(name: str, folder: Path, **arguments) -> subprocess.CompletedProcess:
-    """Run a script of `examples/` as a user does, in `folder`."""
-    command = [sys.executable, str(EXAMPLES / name), *command_line(**arguments)]
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Which images a script reads: what trains or chooses never reads the test split, and final scores are of nothing else."""
 
-from pathlib import Path
-
 import datasets
 import evaluate_model
 import numpy as np
@@ -12,8 +10,6 @@ from PIL import Image
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverForSemanticSegmentation
 from adaperceiver.training.arguments import as_options
 
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import calibrate

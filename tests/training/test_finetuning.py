@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import EXAMPLES
 from PIL import Image
 from transformers import pipeline
 
@@ -27,9 +28,6 @@ from adaperceiver import (
 )
 from adaperceiver.training.arguments import as_options, parse
 
-
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import run_depth_estimation

@@ -4,13 +4,11 @@ import csv
 import importlib.util
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
-
-ROOT = Path(__file__).parents[1]
 from adaperceiver.evaluation import checkouts
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
@@ -10,25 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import ROOT, TINY, run
 
 import adaperceiver
 from adaperceiver.hub_adaperceiver import write_sources
 
 
-REPOSITORY = Path(__file__).parents[1]
 ONLY_FOR_SCRIPTS = ("accelerate", "datasets", "evaluate", "matplotlib", "peft", "timm", "torchvision")
-
-
-def run(code, folder, python_path=None):
-    """What a fresh Python prints, started in `folder`, away from the repository."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if python_path is not None:
-        environment["PYTHONPATH"] = str(python_path)
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 def test_the_import_name_is_adaperceiver_and_nothing_else(tmp_path):
@@ -59,10 +46,10 @@ def wheel(tmp_path_factory):
     pytest.importorskip("setuptools", reason="the wheel is built with the setuptools of this environment")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     for name in ("modeling", "configuration", "examples/recipes"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        if (REPOSITORY / name).exists():
-            shutil.copy(REPOSITORY / name, source)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", str(built)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(source)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +65,7 @@ def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
     folders = {"modeling": "adaperceiver", "configuration": "adaperceiver/configuration"}
     folders["examples/recipes"] = "adaperceiver/recipes"
     for folder, installed in folders.items():
-        tree = (path.relative_to(REPOSITORY / folder) for path in (REPOSITORY / folder).rglob("*.*"))
+        tree = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*"))
         expected = {Path(installed) / path for path in tree if "__pycache__" not in path.parts}
         assert {file for file in files if file.suffix in (".py", ".txt", ".yaml")} >= expected
 
@@ -117,7 +104,7 @@ print(*sorted(module.__file__ for name, module in sys.modules.items() if name.sp
 
 def imported(path):
     """The modules that a file of the package imports, by their absolute names."""
-    package = ["adaperceiver", *path.relative_to(REPOSITORY / "modeling").parts[:-1]]
+    package = ["adaperceiver", *path.relative_to(ROOT / "modeling").parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             parent = package[: len(package) - node.level + 1] if node.level else []
@@ -127,8 +114,8 @@ def imported(path):
 
 
 def test_imports_between_the_rooms_go_one_way():
-    for path in (REPOSITORY / "modeling").rglob("*.py"):
-        room = path.relative_to(REPOSITORY / "modeling").parts[0]
+    for path in (ROOT / "modeling").rglob("*.py"):
+        room = path.relative_to(ROOT / "modeling").parts[0]
         names = list(imported(path))
         if room != "training":
             assert not [name for name in names if name.startswith("adaperceiver.training")], path
@@ -139,5 +126,5 @@ def test_imports_between_the_rooms_go_one_way():
 def test_remote_code_has_none_of_the_rooms(tmp_path):
     write_sources(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        path.name for path in (REPOSITORY / "modeling").glob("*_adaperceiver.py")
+        path.name for path in (ROOT / "modeling").glob("*_adaperceiver.py")
     }

@@ -24,9 +24,6 @@ from adaperceiver import (
     AdaPerceiverModel,
     AdaptiveConfig,
 )
-
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 from adaperceiver.evaluation import grid as evaluation
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import ROOT, assert_equal
 from PIL import Image
 from transformers import HfArgumentParser
 
@@ -24,7 +24,7 @@ from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArgumen
 from adaperceiver.training.scenes import MASK_LABELS, scene
 
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = ROOT.parent / "shared" / "data"
 real_samples = pytest.mark.skipif(not SHARED.is_dir(), reason=f"there are no real samples in {SHARED}")
 HEIGHT, WIDTH = 12, 16
 

@@ -1,12 +1,11 @@
 """What the documentation says is run: every page's Python blocks, top to bottom."""
 
 import re
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")

@@ -3,9 +3,8 @@
 import PIL.Image
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, run
 from datasets import Dataset, Image
-from test_packaging import run
 from transformers import ImageClassificationPipeline, pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 

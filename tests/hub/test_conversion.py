@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_equal
+from conftest import assert_equal, command_line, run_script
 from official import FIXTURES, TINY, converter, official_model, official_tensors, recorded
 from safetensors.torch import save_file
-from test_export import command_line, run_script
 
 from adaperceiver import (
     AdaPerceiverConfig,

@@ -1,12 +1,11 @@
 """A stem of inverted residual blocks computes what the network it comes from computes."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, aligned, assert_equal, counted_flops
+from conftest import ROOT, TINY, aligned, assert_equal, counted_flops
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -26,7 +25,7 @@ STEMS = [
     [[6, 2, 3, 0], [8, 2, 5, 4], [8, 1, 3, 6], [10, 2, 3, 2]],
     [[6, 1, 3, 0], [8, 4, 3, 1], [10, 2]],
 ]
-SHARED = Path(__file__).parents[2] / "shared" / "teachers" / "efficientnet-lite2-mini100"
+SHARED = ROOT.parent / "shared" / "teachers" / "efficientnet-lite2-mini100"
 
 
 class Conv(nn.Module):
