@@ -217,26 +217,30 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         model, layers, losses, logits = self.base_model, self.config.num_hidden_layers, [], None
         input_tokens, latents, rope = model.encode_every_depth(pixel_values, step, kwargs)
         if targets.keys() & set(self.class_targets):
-            weights = step.weights(layers)
-            read_from, prefixes = [latents[depth - 1] for depth in weights], [list(of) for of in weights.values()]
-            written = model.class_readout(read_from, rope, prefixes=prefixes)  # (batch, readouts, hidden_size)
-            readouts = self.classifier(written).unbind(dim=1)
-            weights = [weight for of in weights.values() for weight in of.values()]
-            losses.append(sum(w * self.logit_loss(one, targets, kwargs) for w, one in zip(weights, readouts)))
-            logits = readouts[-1]
-            if not isinstance(order, slice):  # back in the order of the images
-                logits = logits[torch.tensor(order, device=logits.device).argsort()]
+            sources = step.sources(latents, step.weights(layers), self.config.max_width)
+            read_from, weights = zip(*sources)
+            written = model.class_readout(read_from, rope, prefixes=[list(of) for of in weights])
+            *partial, full = self.classifier(written).unbind(dim=1)  # (batch, labels) each
+            *partial_weights, full_weight = (weight for of in weights for weight in of.values())
+            losses.append(full_weight * self.logit_loss(full, targets, kwargs))
+            if step.self_distillation:
+                temperature, own_teacher = self.config.distillation_temperature, full.detach()
+            for weight, one in zip(partial_weights, partial):
+                loss = self.logit_loss(one, targets, kwargs)
+                if step.self_distillation:
+                    loss = loss + step.self_distillation * logit_distillation_loss(one, own_teacher, temperature)
+                losses.append(weight * loss)
+            logits = full if isinstance(order, slice) else full[torch.tensor(order, device=full.device).argsort()]
         if targets.keys() & set(self.dense_targets):
-            parameters = [p for name, p in self.named_parameters() if not name.startswith(self.base_model_prefix)]
+            weights = step.weights(layers, self.normalizes_dense_losses)
             losses.append(
                 dense_loss(
                     model.dense_readout,
                     lambda output_tokens: self.output_loss(output_tokens, pixel_values, targets, **loss_options),
-                    parameters,
+                    [p for name, p in self.named_parameters() if not name.startswith(self.base_model_prefix)],
                     input_tokens,
-                    latents,
+                    step.sources(latents, weights, self.config.max_width),
                     rope,
-                    step.weights(layers, self.normalizes_dense_losses),
                 )
             )
         return sum(losses), logits

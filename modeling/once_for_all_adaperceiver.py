@@ -26,6 +26,13 @@ class OnceForAll(NamedTuple):
     tokens: tuple[int, ...]
     depth_tokens: tuple[int, ...]
     width: int | tuple[int, ...]
+    full_share: float | None = (
+        None  # of the weights, for the full readout: all tokens, last block; by default as in the paper
+    )
+    partial_gradient: float = (
+        1.0  # factor on what the readouts of less than the full model send back into blocks and read
+    )
+    self_distillation: float = 0.0  # weight of the full readout's logits as a second teacher of the other readouts
 
     @classmethod
     def draw(
@@ -34,8 +41,12 @@ class OnceForAll(NamedTuple):
         axes: Sequence[str],
         batch_size: int,
         generator: torch.Generator | None = None,
+        **fields: float | None,
     ) -> "OnceForAll":
-        """At random, as in the paper: a width for each image, a token count for each depth."""
+        """
+        At random, as in the paper: a width for each image, a token count for each depth. `fields` are the other ones; with
+        `full_share`, that share of the images has the full width.
+        """
 
         def pick(choices: Sequence[int], count: int) -> tuple[int, ...]:
             return tuple(choices[i] for i in torch.randint(len(choices), (count,), generator=generator).tolist())
@@ -43,7 +54,11 @@ class OnceForAll(NamedTuple):
         tokens = tuple(config.token_granularities) if "tokens" in axes else (config.max_latent_tokens,)
         depth_tokens = pick(tokens, config.num_hidden_layers) if "depth" in axes else ()
         width = pick(config.widths, batch_size) if "width" in axes else config.max_width
-        return cls(tokens, depth_tokens, width)
+        if "width" in axes and fields.get("full_share") is not None:
+            is_full = (torch.rand(batch_size, generator=generator) < fields["full_share"]).tolist()
+            smaller = pick(config.widths[:-1] or config.widths, batch_size)
+            width = tuple(config.max_width if full else one for full, one in zip(is_full, smaller))
+        return cls(tokens, depth_tokens, width, **fields)
 
     def weights(self, layers: int, normalized: bool = True) -> dict[int, dict[int, float]]:
         """
@@ -58,7 +73,31 @@ class OnceForAll(NamedTuple):
         for tokens in self.tokens:
             last[tokens] = last.get(tokens, 0.0) + 1 / (len(self.tokens) if normalized else 1)
         weights[layers] = dict(sorted(last.items()))
+        if self.full_share is not None:
+            total, full = sum(sum(of.values()) for of in weights.values()), max(last)
+            scale = total * (1 - self.full_share) / (total - last[full]) if total > last[full] else 0.0
+            weights = {depth: {t: w * scale for t, w in of.items()} for depth, of in weights.items()}
+            weights[layers][full] = total * self.full_share if scale else total
         return weights
+
+    def sources(
+        self, latents: Sequence[torch.Tensor], weights: dict[int, dict[int, float]], max_width: int
+    ) -> list[tuple[torch.Tensor, dict[int, float]]]:
+        """The latents that each group of readouts reads, and their weights by tokens; the full readout comes last."""
+        if self.partial_gradient == 1.0:
+            return [(latents[depth - 1], of) for depth, of in weights.items()]
+        layers, widths = max(weights), self.width
+        full = max(weights[layers])
+        sources = []
+        for depth, of in weights.items():
+            of = {tokens: weight for tokens, weight in of.items() if (depth, tokens) != (layers, full)}
+            if of:
+                sources.append((scale_gradient(latents[depth - 1], self.partial_gradient), of))
+        widths = [widths] * len(latents[0]) if isinstance(widths, int) else widths
+        # An image of a smaller width is partial as well.
+        factors = [1.0 if width == max_width else self.partial_gradient for width in widths]
+        factors = torch.tensor(factors, device=latents[0].device)[:, None, None]
+        return [*sources, (scale_gradient(latents[layers - 1], factors), {full: weights[layers][full]})]
 
     def of_images(self, indices: Sequence[int]) -> "OnceForAll":
         """The same step for some of the images: one draw can serve a batch that several processes share."""
@@ -91,39 +130,42 @@ class OnceForAll(NamedTuple):
             raise ValueError(f"`width` must be one, or one for each of {batch_size} images, got {len(self.width)}.")
 
 
+def scale_gradient(states: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """`states`, whose gradient is multiplied by `factor`."""
+    return factor * states + (1 - factor) * states.detach()
+
+
 def dense_loss(
     readout: AdaPerceiverDenseReadout,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     parameters: Sequence[nn.Parameter],
     input_tokens: torch.Tensor,
-    latents: Sequence[torch.Tensor],
+    sources: Sequence[tuple[torch.Tensor, dict[int, float]]],
     rope: Rope,
-    weights: dict[int, dict[int, float]],
 ) -> torch.Tensor:
     """
-    The sum of `weight * loss_of(output tokens)` over all readouts, in the memory of one. `latents` are those after each
-    block, `parameters` those that `loss_of` uses. All readouts share queries, and those of one depth keys and values.
+    The sum of `weight * loss_of(output tokens)` over all readouts, in the memory of one. `sources` are those of `OnceForAll`,
+    `parameters` those that `loss_of` uses. All readouts share queries, and those of one source keys and values.
     """
-    readouts = [(depth, tokens, weight) for depth, of in weights.items() for tokens, weight in of.items()]
     if is_hooked(readout):  # FSDP wants to see the module called, with its parameters used in the backward pass
 
         def loss_at(latents: torch.Tensor, input_tokens: torch.Tensor, tokens: int, weight: float) -> torch.Tensor:
             return weight * loss_of(readout(latents[:, :tokens], input_tokens, (rope[0][:tokens], rope[1][:tokens])))
 
         return sum(
-            checkpoint(loss_at, latents[depth - 1], input_tokens, tokens, weight, use_reentrant=False)
-            for depth, tokens, weight in readouts
+            checkpoint(loss_at, latents, input_tokens, tokens, weight, use_reentrant=False)
+            for latents, weights in sources
+            for tokens, weight in weights.items()
         )
-    readers, query = readout.readers(input_tokens)
-    key_value = {}
-    for depth, of in weights.items():
-        last = max(of)
-        key_value[depth] = readout.write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
 
     def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
         return lambda *tensors: weight * loss_of(readout.read(*tensors, tokens))
 
-    terms = [(term(tokens, weight), (readers, query, *key_value[depth])) for depth, tokens, weight in readouts]
+    readers, terms = readout.readers(input_tokens), []
+    for latents, weights in sources:
+        last = max(weights)
+        key_value = readout.write.key_value(latents[:, :last], (rope[0][:last], rope[1][:last]))
+        terms += [(term(tokens, weight), (*readers, *key_value)) for tokens, weight in weights.items()]
     return sum_in_turn(terms, [*readout.write.o_proj.parameters(), *parameters])
 
 

@@ -178,6 +178,14 @@ def test_a_generator_repeats_a_draw(tiny_config):
     assert draw(0) == draw(0) != draw(1)
 
 
+def test_a_share_of_the_images_may_have_the_full_width(tiny_config):
+    axes, generator = ["tokens", "depth", "width"], torch.Generator().manual_seed(0)
+    step = OnceForAll.draw(tiny_config, axes, 4000, generator, full_share=0.5)
+    assert step.width.count(32) / 4000 == pytest.approx(0.5, abs=0.03)
+    assert step.width.count(16) / 4000 == pytest.approx(0.25, abs=0.03)
+    assert step.full_share == 0.5
+
+
 def test_a_draw_is_shared_out_by_image():
     assert STEP.of_images([2, 0]) == STEP._replace(width=(24, 32))
     assert STEP._replace(width=24).of_images([2, 0]) == STEP._replace(width=24)
@@ -186,6 +194,56 @@ def test_a_draw_is_shared_out_by_image():
 def test_the_weights_of_either_kind_of_readout_sum_to_one():
     weights = OnceForAll(tokens=(4, 8), depth_tokens=(4, 8, 8), width=32).weights(layers=3)
     assert weights == {1: {4: pytest.approx(1 / 6)}, 2: {8: pytest.approx(2 / 6)}, 3: {4: 0.5, 8: pytest.approx(1.0)}}
+
+
+def test_the_full_readout_may_have_a_share_of_the_weights():
+    step = OnceForAll(tokens=(4, 8), depth_tokens=(4, 8, 8), width=32, full_share=0.5)
+    weights = step.weights(layers=3)
+    assert weights[3][8] == pytest.approx(1.0)  # of two in all
+    assert sum(weight for of in weights.values() for weight in of.values()) == pytest.approx(2.0)
+    plain = step._replace(full_share=None).weights(layers=3)
+    assert weights[1][4] / weights[2][8] == pytest.approx(plain[1][4] / plain[2][8])
+    assert OnceForAll((8,), (), 32, full_share=0.5).weights(layers=3) == {3: {8: 1.0}}
+
+
+@pytest.mark.parametrize(("model_class", "names"), CASES)
+def test_partial_readouts_may_leave_the_blocks_alone(model_class, names, tiny_model):
+    """With a factor of 0 the encoder learns from the full readouts alone, and the readouts from all, as before."""
+    model, pixel_values = tiny_model(model_class).train(), images(4)
+    targets = targets_of(model, names)
+
+    def gradients_of(step):
+        return gradients(model, model(pixel_values, once_for_all=step, **targets).loss)
+
+    whole, cut = gradients_of(STEP), gradients_of(STEP._replace(partial_gradient=0.0))
+    only_first = STEP._replace(width=(32, 16, 16, 16), partial_gradient=0.0)  # one image at full width
+    shared = [name for name in whole if ".layers." in name or ".read." in name]
+    others = [name for name in whole if name.startswith(("classifier", "head", "feature_adapter.ffn.fc2"))]
+    assert any((whole[name] - cut[name]).abs().max() > 1e-4 for name in shared)
+    assert_same_gradients({name: cut[name] for name in others}, {name: whole[name] for name in others})
+    full_weight = only_first.weights(2, model.normalizes_dense_losses)[2][16]
+    alone = {name: target[:1] for name, target in targets.items()}
+    plain = gradients(model, model(pixel_values[:1], tokens=16, width=32, depth=2, **alone).loss)
+    if names <= {"labels", "teacher_logits"} and model_class is AdaPerceiverForImageClassification:
+        actual = gradients_of(only_first)
+        expected = {name: full_weight * plain[name] / 4 for name in shared}  # the mean over four images
+        assert_same_gradients({name: actual[name] for name in shared}, expected)
+
+
+def test_partial_readouts_may_learn_from_the_full_one(tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForImageClassification).train(), images(4)
+    step, labels = STEP._replace(width=32, depth_tokens=()), torch.tensor([1, 2, 3, 4])
+    full, *partial = (model(pixel_values, tokens=tokens, labels=labels) for tokens in (16, 2, 4))
+    teacher = full.logits.detach()
+    loss = full.loss
+    for outputs in partial:
+        divergence = torch.nn.functional.kl_div(
+            outputs.logits.log_softmax(-1), teacher.softmax(-1), reduction="batchmean"
+        )
+        loss = loss + outputs.loss + 0.5 * divergence
+    actual = model(pixel_values, labels=labels, once_for_all=step._replace(self_distillation=0.5)).loss
+    torch.testing.assert_close(actual, loss / 3, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients(model, actual), gradients(model, loss / 3))
 
 
 def test_training_mode_gives_the_joint_loss_by_configuration_and_evaluation_the_plain_one(tiny_model):
