@@ -27,6 +27,7 @@ from transformers.utils.hub import hf_api
 from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .image_processing_adaperceiver import image_processor_for
+from .official_adaperceiver import is_official, load_official
 from .tasks_adaperceiver import AUTO_MAP, TASKS
 
 
@@ -193,7 +194,13 @@ class HubMixin:
         source = pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         if source is not None:
-            check_model_type(source, kwargs.get("config"), hub_kwargs)
+            official = check_model_type(source, kwargs.get("config"), hub_kwargs)
+            if official is not None:
+                names = (*AdaPerceiverConfig.__annotations__, "num_labels", "id2label", "label2id", "problem_type")
+                fields = {name: kwargs.pop(name) for name in names if name in kwargs}
+                config, weights = load_official(cls, source, official, hub_kwargs, **fields)
+                kwargs = {name: value for name, value in kwargs.items() if name not in HUB_KWARGS}
+                source, kwargs = None, {**kwargs, "config": config, "state_dict": weights}
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -230,16 +237,22 @@ def package_of(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def check_model_type(source: str | os.PathLike, config: Any, hub_kwargs: dict) -> None:
-    """Refuse other models, whose weights transformers would leave out with a warning."""
+def check_model_type(source: str | os.PathLike, config: Any, hub_kwargs: dict) -> dict[str, Any] | None:
+    """
+    Refuse other models, whose weights transformers would leave out with a warning. The config comes back if it is one of the
+    official release.
+    """
     if config is None or isinstance(config, (str, os.PathLike)):
-        source = source if config is None else config
-        where = f"the {CONFIG_NAME} of {source}"
-        model_type = PreTrainedConfig.get_config_dict(source, **hub_kwargs)[0].get("model_type")
+        where = f"the {CONFIG_NAME} of {source if config is None else config}"
+        stored = PreTrainedConfig.get_config_dict(source if config is None else config, **hub_kwargs)[0]
+        if config is None and is_official(stored):
+            return stored
+        model_type = stored.get("model_type")
     else:
         where, model_type = "`config`", config.model_type
     if model_type != AdaPerceiverConfig.model_type:
         raise ValueError(f"`model_type` in {where} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}.")
+    return None
 
 
 def unreadable_weights(source: str | os.PathLike, hub_kwargs: dict) -> str:
