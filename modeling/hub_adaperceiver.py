@@ -206,6 +206,8 @@ class HubMixin:
         except SafetensorError as error:
             problem = unreadable_weights(source, hub_kwargs) or error
             raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
+        if source is None and pretrained_model_name_or_path is not None:  # transformers noted that there was none
+            model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
         # `pipeline` leaves classes in it, which no JSON file can hold; saving writes it anew.
         vars(model.config).pop("custom_pipelines", None)
         if source is not None:
