@@ -11,7 +11,6 @@ The recipe's values can be overridden on the command line; `--help` lists all op
 
 import json
 import os
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,14 @@ from adaperceiver import (
 )
 from adaperceiver.evaluation.grid import along_axes, evaluate_grid, metrics_for, table_points
 from adaperceiver.image_processing_adaperceiver import image_processor_for
-from adaperceiver.training.arguments import OptimizationArguments, RunArguments, parse, recipe_for, shrink
+from adaperceiver.training.arguments import (
+    OptimizationArguments,
+    RunArguments,
+    command_line,
+    parse,
+    recipe_for,
+    shrink,
+)
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.checkpointing import model_card
 from adaperceiver.training.data import (
@@ -156,7 +162,7 @@ def student_from(
     )
     mismatched = [key[0] for key in found["mismatched_keys"] if not key[0].startswith("classifier.")]
     if mismatched:
-        raise SystemExit(f"--init_from {args.init_from} has {mismatched[0]} in another size than --student asks for.")
+        raise ValueError(f"--init_from {args.init_from} has {mismatched[0]} in another size than --student asks for.")
     if other:  # also where there are as many classes as before
         student.classifier.load_state_dict(model_class(student.config).classifier.state_dict())
         teacher.accelerator.print(f"A new classifier of {student.config.num_labels} classes on {args.init_from}.")
@@ -200,25 +206,25 @@ def evaluate_features(model, dataset, processor, accelerator, teacher: Teacher, 
 
 def check(data: DistillationData, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
     if args.teacher == "scenes" and data.dataset != ["scenes"]:
-        raise SystemExit(f"--dataset {' '.join(data.dataset)} needs a --teacher.")
+        raise ValueError(f"--dataset {' '.join(data.dataset)} needs a --teacher.")
     if data.streaming and (args.cached_views or len(data.dataset) > 1):
-        raise SystemExit(
+        raise ValueError(
             "--streaming is for one --dataset without --cached_views, which need data that can be indexed."
         )
     if (args.cached_flips or args.cached_shift) and not args.cached_views:
-        raise SystemExit("--cached_flips and --cached_shift need --cached_views.")
+        raise ValueError("--cached_flips and --cached_shift need --cached_views.")
     if args.cached_shift and args.distill == "features":
-        raise SystemExit(
+        raise ValueError(
             f"--cached_shift {args.cached_shift} needs --distill logits: features would not move with the image."
         )
     if args.label_loss and args.distill == "features":
-        raise SystemExit("--label_loss needs --distill logits.")
+        raise ValueError("--label_loss needs --distill logits.")
     if args.label_loss and (augmentation.mixup_alpha or augmentation.cutmix_alpha):
-        raise SystemExit(
+        raise ValueError(
             "--label_loss needs --mixup_alpha 0 and --cutmix_alpha 0: mixed images have no label of their own."
         )
     if args.init_from is not None and args.stem_from is not None:
-        raise SystemExit("--init_from and --stem_from exclude each other: the checkpoint has its own stem.")
+        raise ValueError("--init_from and --stem_from exclude each other: the checkpoint has its own stem.")
 
 
 def run_stage(run, data, augmentation, optimization, distillation) -> None:
@@ -344,4 +350,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line(main)

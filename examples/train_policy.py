@@ -10,7 +10,6 @@ One pass gives the predictions of all granularities, so the cross-entropies of t
 exact expectation over all choices. `--help` lists all options.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,13 @@ from tqdm.auto import tqdm
 from transformers import AutoImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
-from adaperceiver.training.arguments import OptimizationArguments, RunArguments, parse, shrink
+from adaperceiver.training.arguments import (
+    OptimizationArguments,
+    RunArguments,
+    command_line,
+    parse,
+    shrink,
+)
 from adaperceiver.training.augmentation import seed_of
 from adaperceiver.training.checkpointing import model_card, write_whole
 from adaperceiver.training.data import (
@@ -174,7 +179,7 @@ def run_stage(
     if run.smoke:
         shrink(run, data, optimization)
     if data.streaming:
-        raise SystemExit("--streaming is not for policies: their rewards are kept for each image.")
+        raise ValueError("--streaming is not for policies: their rewards are kept for each image.")
     started = start(run, data, optimization, args)
     if started is None:
         return
@@ -237,4 +242,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line(main)

@@ -24,7 +24,7 @@ def write_whole(folder: Path, write: Callable[[Path], None], accelerator: Accele
         write(part)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise SystemExit(
+        raise OSError(
             f"{folder} could not be written: {error}. What was saved before is whole, and --resume goes on from there."
         ) from error
     wait()

@@ -89,7 +89,7 @@ def load_several(
         return parts[0]
     features = [pair[0].features for pair in parts]
     if any(one != features[0] for one in features):
-        raise SystemExit(f"--dataset {' '.join(datasets)} must have the same classes.")
+        raise ValueError(f"--dataset {' '.join(datasets)} must have the same classes.")
     return tuple(concatenate_datasets(list(splits)) for splits in zip(*parts))
 
 
@@ -119,7 +119,7 @@ def load_any(path: str, config: str | None = None, **options) -> dict[str, Datas
         return load_dataset(path, config, **options)
     except (OSError, ValueError, DatasetsError) as error:
         where = "" if os.path.exists(path) else ", which is no file or folder here,"
-        raise SystemExit(f"--dataset {path}{where} could not be loaded: {error}") from error
+        raise ValueError(f"--dataset {path}{where} could not be loaded: {error}") from error
 
 
 def two_splits(
@@ -131,26 +131,26 @@ def two_splits(
     """
     for option in ("train_split", "validation_split"):
         if getattr(args, option) == "test":
-            raise SystemExit(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
+            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
     names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
     if args.train_split not in splits or (args.validation_split and validation_split is None):
         wanted = " and ".join(repr(name) for name in (args.train_split, args.validation_split) if name)
-        raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
+        raise ValueError(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
     train = standard(splits[args.train_split], args.train_split)
     if args.holdout is None and validation_split is not None:
         return train, standard(splits[validation_split], validation_split)
     if args.validation_split:
-        raise SystemExit(
+        raise ValueError(
             f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
         )
     share = 0.05 if args.holdout is None else args.holdout
     if not 0 < share < 1:
-        raise SystemExit(f"--holdout must be above 0 and below 1, got {share}.")
+        raise ValueError(f"--holdout must be above 0 and below 1, got {share}.")
     if not isinstance(train, Dataset):
-        raise SystemExit(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
+        raise ValueError(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
     if len(train) < 2:
-        raise SystemExit(f"--dataset {args.dataset} has one training image: none can be held out.")
+        raise ValueError(f"--dataset {args.dataset} has one training image: none can be held out.")
     return hold_out(train, share)
 
 
@@ -159,7 +159,7 @@ def scored_split(splits: Mapping[str, Dataset], dataset: str, split: str | None)
     names = [split] if split else ["test", "validation", "val"]
     name = next((name for name in names if name in splits), None)
     if name is None:
-        raise SystemExit(f"--dataset {dataset} must have a split {' or '.join(names)}, it has {list(splits)}.")
+        raise ValueError(f"--dataset {dataset} must have a split {' or '.join(names)}, it has {list(splits)}.")
     return name, splits[name]
 
 
@@ -175,7 +175,7 @@ def subset(split: Dataset | IterableDataset, samples: int | None, seed: int = 0)
     if samples is None or (isinstance(split, Dataset) and samples >= len(split)):
         return split
     if samples < 1:
-        raise SystemExit(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
+        raise ValueError(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
     if not isinstance(split, Dataset):
         return split.take(samples)
     return split.select(np.sort(stratified_order(split, seed)[:samples]))
@@ -210,9 +210,9 @@ def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArgu
         del columns["label_column"]
     for option, column in columns.items():
         if column not in features:
-            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
+            raise ValueError(f"--{option} must be one of the columns {list(features)}, got {column}.")
     if isinstance(split, Dataset) and len(split) == 0:
-        raise SystemExit(f"--dataset {args.dataset} has no images in its {name} split.")
+        raise ValueError(f"--dataset {args.dataset} has no images in its {name} split.")
     names = {old: new for old, new in ((image, "image"), (label, "label")) if old not in (new, None)}
     split = split.select_columns(list(columns.values())).rename_columns(names)
     return split.cast_column("image", Image(decode=False))
@@ -246,27 +246,27 @@ def read_label_map(name: str) -> list[str]:
     path = Path(name) if os.path.isfile(name) else LABELS / f"{name}.txt"
     if not path.is_file():
         at_hand = ", ".join(sorted(file.stem for file in LABELS.glob("*.txt")))
-        raise SystemExit(f"--label_map must be a file or one of {at_hand}, got {name}.")
+        raise ValueError(f"--label_map must be a file or one of {at_hand}, got {name}.")
     names = [line.strip() for line in path.read_text().splitlines()]
     seen = {}
     for line, label in enumerate(names, start=1):
         if not label or label in seen:
             problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"
-            raise SystemExit(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
+            raise ValueError(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
         seen[label] = line
     return names
 
 
 def check_label_map(names: Sequence[str], classes: int, whose: str) -> None:
     if len(names) != classes:
-        raise SystemExit(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
+        raise ValueError(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
 
 
 def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: str, classes: int) -> None:
     """Stop where the data name another number of classes than the checkpoint `model` has."""
     names = label_names(split, args)
     if names is not None and len(names) != classes:
-        raise SystemExit(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
+        raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
 
 
 def decode(stored: dict) -> torch.Tensor | None:

@@ -232,7 +232,7 @@ def stored_pairs(args: DenseDataArguments, task: str) -> Stored:
     }
     function, of = loaders[kind]
     if of != task:
-        raise SystemExit(f"--dataset {args.dataset} is {kind}, which is for {of}, not for {task}.")
+        raise ValueError(f"--dataset {args.dataset} is {kind}, which is for {of}, not for {task}.")
     return function(args.dataset)
 
 
@@ -308,9 +308,9 @@ def nyuv2_official(file: Path) -> dict[str, Dataset]:
             test = [int(line) for line in (LABELS / "nyuv2_test.txt").read_text().split()]
             train = sorted({*range(1, counts["images"] + 1)} - {*test})
     except (OSError, KeyError, ValueError) as error:
-        raise SystemExit(f"--dataset {file}, or splits.mat beside it, is not the official file: {error}") from error
+        raise ValueError(f"--dataset {file}, or splits.mat beside it, is not the official file: {error}") from error
     if not train or not test or max(train + test) > min(counts.values()):
-        raise SystemExit(
+        raise ValueError(
             f"--dataset {file} has {counts['images']} images and {counts['depths']} depth maps, its split {len(train)} and "
             f"{len(test)} up to number {max([0, *train, *test])}."
         )
@@ -327,7 +327,7 @@ def needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise SystemExit(
+        raise ValueError(
             f"The official NYUv2 file cannot be read without `pip install {module.split('.')[0]}`."
         ) from error
 
@@ -368,11 +368,11 @@ def paired_files(images: Path, targets: Path) -> Dataset:
     """The files of two folders, paired by name."""
     for folder in (images, targets):
         if not folder.is_dir():
-            raise SystemExit(f"--dataset: there is no folder {folder}.")
+            raise ValueError(f"--dataset: there is no folder {folder}.")
     files = sorted(file for file in images.iterdir() if file.suffix.lower() in (".jpg", ".jpeg", ".png"))
     missing = [file for file in files if not (targets / f"{file.stem}.png").is_file()]
     if missing:
-        raise SystemExit(
+        raise ValueError(
             f"--dataset: {len(missing)} of {len(files)} images in {images} have no mask; {missing[0].name} needs "
             f"{targets / missing[0].stem}.png."
         )
@@ -403,21 +403,21 @@ def chosen_encoding(encoding: Encoding, args: DenseDataArguments) -> Encoding:
             check_label_map(names, len(encoding.names), f"--dataset {source}")
         encoding = replace(encoding, names=tuple(names))
     if encoding.task == "segmentation" and not 1 <= len(encoding.names) <= IGNORED:
-        raise SystemExit(
+        raise ValueError(
             f"--dataset {source}: --label_map must name its classes, 1 to {IGNORED} of them, got {len(encoding.names)}. If "
             "it is ADE20K or CamVid in another form, --encoding says so."
         )
     if args.mask_values is not None:
         values, ignored = args.mask_values, {IGNORED, args.ignored_class}
         if args.reduce_labels:
-            raise SystemExit("--mask_values and --reduce_labels exclude each other.")
+            raise ValueError("--mask_values and --reduce_labels exclude each other.")
         if len(set(values)) != len(encoding.names) or len(values) != len(encoding.names) or ignored & {*values}:
-            raise SystemExit(
+            raise ValueError(
                 f"--mask_values must be one value for each of the {len(encoding.names)} classes, each another one and not "
                 f"ignored, got {values}."
             )
         if min(values) < 0 or max(values) >= IGNORED:
-            raise SystemExit(f"--mask_values must be from 0 to {IGNORED - 1}, got {values}.")
+            raise ValueError(f"--mask_values must be from 0 to {IGNORED - 1}, got {values}.")
         encoding = replace(encoding, mask_values=tuple(values), reduce_labels=False)
     chosen = ("reduce_labels", "ignored_class", "depth_scale", "depth_offset")
     return replace(encoding, **{name: getattr(args, name) for name in chosen if getattr(args, name) is not None})
@@ -432,9 +432,9 @@ def standard_columns(split: Dataset, name: str, args: DenseDataArguments, encodi
     image = args.image_column or next(images, None)
     for option, column in (("image_column", image), ("target_column", target)):
         if column not in features:
-            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
+            raise ValueError(f"--{option} must be one of the columns {list(features)}, got {column}.")
     if len(split) == 0:
-        raise SystemExit(f"--dataset {args.dataset} has no samples in its {name} split.")
+        raise ValueError(f"--dataset {args.dataset} has no samples in its {name} split.")
     known = next((column for column in ("id", "__key__") if column in features), None)
     if known is None:
         known, split = "id", split.add_column("id", [f"{name}[{index}]" for index in range(len(split))])
@@ -471,7 +471,7 @@ def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, de
     classes that these masks show.
     """
     if len(dataset) == 0:
-        raise SystemExit("There are no samples in the split.")
+        raise ValueError("There are no samples in the split.")
     encoding, kind = encoding_of(dataset), TARGETS[task]
     if task == "segmentation" and num_labels is not None:
         check_label_map(encoding.names, num_labels, "the model")
@@ -486,8 +486,8 @@ def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, de
         if problem is not None:
             problems.append(f"sample {index}, id {problem}")
     if problems:
-        more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise SystemExit(f"{len(problems)} of {len(raw)} samples cannot be used:\n" + "\n".join(problems[:5]) + more)
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(f"{len(problems)} of {len(raw)} samples cannot be used: " + "; ".join(problems[:5]) + more)
     return set(shown[:IGNORED].nonzero().flatten().tolist())
 
 
@@ -554,7 +554,7 @@ class PairedAugment:
 
         low, high = args.scale
         if not 0 < low <= high:
-            raise SystemExit(f"--scale must be two numbers above 0, the smaller first, got {low} {high}.")
+            raise ValueError(f"--scale must be two numbers above 0, the smaller first, got {low} {high}.")
         self.args, self.size = args, size
         self.fill = IGNORED if task == "segmentation" else 0
         self.dtype = DTYPES[task]

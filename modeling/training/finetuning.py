@@ -197,7 +197,7 @@ def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) ->
     processor, patch = image_processor_for(config, task), config.patch_size
     if image_size is not None:
         if len(image_size) != 2 or any(side < 1 or side % patch for side in image_size):
-            raise SystemExit(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
+            raise ValueError(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
         processor.size = dict(zip(("height", "width"), image_size))
     return processor
 

@@ -33,7 +33,7 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
     arguments = {name: value for group in groups for name, value in vars(group).items()}
     folder, started = Path(run.output_dir), started_processes()
     if started != accelerator.num_processes:  # each would train alone, all into one folder
-        raise SystemExit(
+        raise ValueError(
             f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
             "ACCELERATE_USE_CPU=true."
         )
@@ -42,7 +42,7 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
         return None
     earlier = checkpoints(folder) or (folder / "final").exists()
     if earlier and not run.resume and not run.overwrite:
-        raise SystemExit(
+        raise ValueError(
             f"--output_dir {folder} holds an earlier run: --resume it, --overwrite it, or choose another."
         )
     accelerator.wait_for_everyone()
@@ -145,7 +145,7 @@ def train(
         loss = accelerator.reduce(total, "mean").item()
         if not math.isfinite(loss):
             checkpoint()
-            raise SystemExit(
+            raise FloatingPointError(
                 f"The loss is {loss} at step {progress.step}. {folder}/checkpoint-{progress.step} holds the state before "
                 "it; a lower --learning_rate or --clip_norm may help."
             )
@@ -221,7 +221,7 @@ def draws(
 
 def freeze_stem(model: torch.nn.Module) -> None:
     if model.config.stem_layers is None:
-        raise SystemExit("--freeze_stem needs a model with a stem (`stem_layers` in its config).")
+        raise ValueError("--freeze_stem needs a model with a stem (`stem_layers` in its config).")
     model.adaperceiver.embeddings.patch_embeddings.freeze()
 
 
@@ -267,7 +267,7 @@ def micro_batches_per_step(args: OptimizationArguments, accelerator: Accelerator
     """Micro-batches that a process accumulates into one step, so that the effective batch is what was asked for."""
     together = args.micro_batch_size * accelerator.num_processes
     if args.batch_size % together:
-        raise SystemExit(
+        raise ValueError(
             f"--batch_size must be a multiple of --micro_batch_size times the number of processes, {args.micro_batch_size} "
             f"x {accelerator.num_processes} = {together}, got {args.batch_size}."
         )
