@@ -23,6 +23,7 @@ from PIL import Image as PILImage
 
 from ..image_processing_adaperceiver import to_rgb
 from .augmentation import Augment
+from .checks import at_least, require
 from .scenes import scenes
 
 
@@ -67,6 +68,24 @@ class DataArguments:
     )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+
+    def __post_init__(self):
+        check_data(self)
+        at_least(self, 1, "shuffle_buffer")
+
+
+def check_data(args: Any) -> None:
+    """What arguments of all kinds of data have in common."""
+    at_least(args, 1, "train_samples", "validation_samples")
+    at_least(args, 0, "workers")
+    require(args, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
+    for option in ("train_split", "validation_split"):
+        if getattr(args, option) == "test":
+            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
+    if args.holdout is not None and args.validation_split:
+        raise ValueError(
+            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
+        )
 
 
 def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -129,9 +148,6 @@ def two_splits(
     Training and validation data in the form that `standard` gives a split. Validation data are the split that is named, or
     validation or val, or images that are held out of the training split. Nothing here reads a test split.
     """
-    for option in ("train_split", "validation_split"):
-        if getattr(args, option) == "test":
-            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
     names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
     if args.train_split not in splits or (args.validation_split and validation_split is None):
@@ -140,13 +156,7 @@ def two_splits(
     train = standard(splits[args.train_split], args.train_split)
     if args.holdout is None and validation_split is not None:
         return train, standard(splits[validation_split], validation_split)
-    if args.validation_split:
-        raise ValueError(
-            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
-        )
     share = 0.05 if args.holdout is None else args.holdout
-    if not 0 < share < 1:
-        raise ValueError(f"--holdout must be above 0 and below 1, got {share}.")
     if not isinstance(train, Dataset):
         raise ValueError(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
     if len(train) < 2:
@@ -174,8 +184,6 @@ def subset(split: Dataset | IterableDataset, samples: int | None, seed: int = 0)
     """`samples` of the images, the same share of every class."""
     if samples is None or (isinstance(split, Dataset) and samples >= len(split)):
         return split
-    if samples < 1:
-        raise ValueError(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
     if not isinstance(split, Dataset):
         return split.take(samples)
     return split.select(np.sort(stratified_order(split, seed)[:samples]))

@@ -30,8 +30,10 @@ from torch.nn.functional import interpolate, pad
 from tqdm.auto import tqdm
 
 from .augmentation import seed_of
+from .checks import above_zero, at_least, at_most_one, require
 from .data import (
     LABELS,
+    check_data,
     check_label_map,
     decode,
     load_any,
@@ -103,6 +105,11 @@ class DenseDataArguments:
     )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+
+    def __post_init__(self):
+        check_data(self)
+        above_zero(self, "depth_scale")
+        at_least(self, 0, "ignored_class")
 
 
 @dataclass(frozen=True)
@@ -540,6 +547,12 @@ class DenseAugmentation:
     saturation: float = 0.4
     hue: float = field(default=0.1, metadata={"help": "0 to 0.5; the others are from 0 to 1."})
 
+    def __post_init__(self):
+        allowed = "two numbers above 0, the smaller first"
+        require(self, allowed, lambda scale: len(scale) == 2 and 0 < scale[0] <= scale[1], "scale")
+        at_most_one(self, "brightness", "contrast", "saturation")
+        require(self, "from 0 to 0.5", lambda hue: 0 <= hue <= 0.5, "hue")
+
 
 class PairedAugment:
     """
@@ -552,9 +565,6 @@ class PairedAugment:
     def __init__(self, args: DenseAugmentation, size: tuple[int, int], task: str):
         import kornia.augmentation as K
 
-        low, high = args.scale
-        if not 0 < low <= high:
-            raise ValueError(f"--scale must be two numbers above 0, the smaller first, got {low} {high}.")
         self.args, self.size = args, size
         self.fill = IGNORED if task == "segmentation" else 0
         self.dtype = DTYPES[task]

@@ -5,7 +5,6 @@ As in the paper, the backbone is frozen: training reaches the write attention, t
 the checkpoint does not have. What is frozen runs without a graph, so it keeps no activations.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from .. import AccuracyTable, image_processor_for
 from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
 from .arguments import OptimizationArguments, RunArguments, shrink
 from .checkpointing import model_card
+from .checks import SHIPPED, at_least, check_axes, check_checkpoint, config_fields, require
 from .data import MicroBatches
 from .dense_data import (
     DenseAugmentation,
@@ -33,7 +33,6 @@ from .dense_data import (
 from .loop import draws, freeze_stem, normalisation, print_plan, print_scores, start, train
 
 
-ROOT = Path(__file__).parents[2]
 TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
 KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
 
@@ -41,7 +40,7 @@ KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # o
 @dataclass
 class FineTuningArguments:
     model: str = field(
-        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"),
+        default=SHIPPED,
         metadata={"help": "A hub id or folder of any AdaPerceiver checkpoint."},
     )
     config_changes: str = field(
@@ -59,10 +58,24 @@ class FineTuningArguments:
     )
     eval_batch_size: int = 32
 
+    def __post_init__(self):
+        check_axes(self)
+        at_least(self, 1, "eval_batch_size")
+        require(self, "a height and a width above 0", lambda size: len(size) == 2 and min(size) > 0, "image_size")
+
+    def check(self) -> None:
+        """Raise where the arguments name what is not there, before anything is loaded."""
+        check_checkpoint("model", self.model)
+        config_fields("config_changes", self.config_changes)
+
 
 def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str] | None) -> torch.nn.Module:
     """The checkpoint under a head for the labels `names`, with what stays as it is frozen."""
-    changes = {"adaptive_axes": args.adaptive_axes, "distillation_temperature": 1.0, **json.loads(args.config_changes)}
+    changes = {
+        "adaptive_axes": args.adaptive_axes,
+        "distillation_temperature": 1.0,
+        **config_fields("config_changes", args.config_changes),
+    }
     if names is not None:
         changes |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     model, found = model_class.from_pretrained(
@@ -147,6 +160,7 @@ def fine_tune_dense(
     """
     if run.smoke:
         shrink(run, data, optimization)
+    tuning.check()
     started = start(run, data, augmentation, optimization, tuning)
     if started is None:
         return
@@ -196,7 +210,7 @@ def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) ->
     """The paper's preprocessing, at another size if one is given."""
     processor, patch = image_processor_for(config, task), config.patch_size
     if image_size is not None:
-        if len(image_size) != 2 or any(side < 1 or side % patch for side in image_size):
+        if any(side % patch for side in image_size):
             raise ValueError(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
         processor.size = dict(zip(("height", "width"), image_size))
     return processor
