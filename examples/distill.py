@@ -102,7 +102,17 @@ def run_stage(
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
     metrics = train(
-        accelerator, student, batches, loss_of, measure, save, run, optimization, steps=steps, workers=data.workers
+        accelerator,
+        student,
+        batches,
+        loss_of,
+        measure,
+        save,
+        run,
+        optimization,
+        arguments,
+        steps=steps,
+        workers=data.workers,
     )
     print_scores(metrics, accelerator)
 

@@ -109,7 +109,17 @@ def run_stage(
     sides, seen = tuple(batches[0]["images"].shape[-2:]), classes_seen(training_data)
     print_plan(accelerator, Path(data.dataset).name, images, classes, seen, sides, optimization, steps)
     metrics = train(
-        accelerator, router, batches, loss_of, measure, save, run, optimization, steps=steps, workers=data.workers
+        accelerator,
+        router,
+        batches,
+        loss_of,
+        measure,
+        save,
+        run,
+        optimization,
+        arguments,
+        steps=steps,
+        workers=data.workers,
     )
     print_scores(metrics, accelerator)
     accelerator.print(f"The model with its router is in {Path(run.output_dir) / 'final'}.")

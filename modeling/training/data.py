@@ -6,6 +6,8 @@ an interruption, the same effective batches see the same augmentations.
 """
 
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -246,7 +248,7 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
 
 def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
     """The classes that have images, if that can be known."""
-    return set(split.with_format(None)["label"]) if isinstance(split, Dataset) else None
+    return set(split.with_format(None)["label"]) - {None} if isinstance(split, Dataset) else None
 
 
 def read_label_map(name: str) -> list[str]:
@@ -277,12 +279,21 @@ def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: 
         raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
 
 
-def decode(stored: dict) -> torch.Tensor | None:
-    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
+# What PIL raises for a file that is cut short, is no image, or is too large.
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, PILImage.DecompressionBombError)
+
+
+def open_stored(stored: dict) -> PILImage.Image:
+    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+
+
+def decode(stored: dict | None) -> torch.Tensor | None:
+    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if there is none or it cannot be read."""
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+        return None
     try:
-        image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
-        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+        return torch.from_numpy(np.array(to_rgb(open_stored(stored)))).permute(2, 0, 1)
+    except UNREADABLE:
         return None
 
 
@@ -290,9 +301,9 @@ def decode(stored: dict) -> torch.Tensor | None:
 
 
 def read_labelled(sample: dict) -> tuple[torch.Tensor, int] | None:
-    """Image and label (-1 where there is none), or None if the image cannot be read."""
-    image = decode(sample["image"])
-    return None if image is None else (image, sample.get("label", -1))
+    """Image and label (-1 where the data have none), or None if the image cannot be read or has no label."""
+    image, label = decode(sample["image"]), sample.get("label", -1)
+    return None if image is None or label is None else (image, label)
 
 
 class MicroBatches(torch.utils.data.Dataset):
@@ -337,19 +348,28 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
     def __init__(self, stream: IterableDataset, size: int, augment: Augment, seed: int, skip: int):
         self.stream, self.size, self.augment, self.seed, self.skip = stream, size, augment, seed, skip
 
+    @property
+    def shards(self) -> int:
+        """Of this process; as many workers have something to read."""
+        return self.stream.num_shards
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         micro, samples, epoch = number, [], 0  # workers take turns
         while True:
             self.stream.set_epoch(epoch)
+            empty = True
             for sample in self.stream:
+                empty = False
                 samples.append(sample)
                 if len(samples) == self.size:
                     if micro >= self.skip:  # those before were trained on already; passing them decodes nothing
                         batch = collate(samples, range(self.size), self.augment, [self.seed, micro])
                         yield {**batch, "micro": torch.tensor(micro)}
                     micro, samples = micro + workers, []
+            if empty:
+                raise ValueError(f"The stream has no images for worker {number} of {workers}.")
             epoch += 1
 
 
@@ -363,7 +383,9 @@ def collate(
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
     pairs = {place: pair for place, sample in enumerate(samples) if (pair := read(sample)) is not None}
     if not pairs:
-        raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
+        raise OSError(
+            f"None of {len(samples)} images can be read; the first is {(samples[0]['image'] or {}).get('path')}."
+        )
     views = augment(*map(list, zip(*pairs.values())), seed)
     return {
         **views,

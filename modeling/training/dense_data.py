@@ -33,10 +33,12 @@ from .augmentation import seed_of
 from .checks import above_zero, at_least, at_most_one, require
 from .data import (
     LABELS,
+    UNREADABLE,
     check_data,
     check_label_map,
     decode,
     load_any,
+    open_stored,
     own_pairs,
     read_label_map,
     scored_split,
@@ -189,14 +191,12 @@ def read_array(stored: Any) -> np.ndarray | None:
     """An image that `datasets` has not decoded, as it is stored (no palette, no 8 bits), or an array in lists."""
     if not isinstance(stored, dict):
         return None if stored is None else np.asarray(stored)
+    if stored["bytes"] is None and stored["path"] is None:
+        return None
     try:
         return np.asarray(open_stored(stored))
-    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+    except UNREADABLE:
         return None
-
-
-def open_stored(stored: dict) -> PILImage.Image:
-    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ data sets
@@ -503,7 +503,7 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
     name, kind, sizes = sample["id"], TARGETS[encoding.task], {}
     for column in [column for column in ("image", kind) if column in sample]:
         stored = sample[column]
-        if stored is None:
+        if stored is None or (isinstance(stored, dict) and stored["bytes"] is None and stored["path"] is None):
             return f"{name}: there is no {column}."
         if not isinstance(stored, dict):
             sizes[column] = np.shape(stored)
@@ -512,7 +512,7 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
             return f"{name}: there is no file {stored['path']}."
         try:
             header = open_stored(stored)
-        except (OSError, SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             return f"{name}: the {column} cannot be read: {error}."
         on_its_side = column == "image" and header.getexif().get(0x0112, 1) >= 5
         sizes[column] = header.size if on_its_side else header.size[::-1]

@@ -133,6 +133,7 @@ def fine_tune(
         save,
         run,
         optimization,
+        arguments,
         steps=optimization.total_steps(len(batches.dataset)),
         workers=data.workers,
         higher_is_better=TASKS[task].higher_is_better,
