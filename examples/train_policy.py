@@ -60,7 +60,7 @@ def run_stage(
         shrink(run, data, optimization)
     if data.streaming:
         raise ValueError("--streaming is not for policies: their rewards are kept for each image.")
-    check_checkpoint("model", args.model)
+    check_checkpoint("model", args.model, adaperceiver=True)
     started = start(run, data, optimization, args)
     if started is None:
         return

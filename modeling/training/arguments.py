@@ -184,11 +184,10 @@ def read_recipe(path: Path, known: set[str]) -> tuple[dict[str, Any], list[dict[
         raise ValueError(f"The recipe {path} must be YAML or JSON: {error}") from error
     recipe = {} if recipe is None else recipe
     stages = recipe.pop("stages", None) or [{}] if isinstance(recipe, dict) else []
-    for part in [recipe, *stages] if isinstance(stages, list) else [stages]:
+    stages = stages if isinstance(stages, list) else [stages, None]  # a mapping is not a list of stages
+    for part in [recipe, *stages]:
         if not isinstance(part, dict):
-            raise ValueError(
-                f"The recipe {path} and its stages must be mappings of options to values, got {str(part)[:50]!r}."
-            )
+            raise ValueError(f"The recipe {path} must be a mapping, and its stages a list of mappings.")
         if unknown := [name for name in part if name not in known]:
             raise ValueError(
                 f"The recipe {path} has {unknown[0]}, which is no option of this script"

@@ -52,14 +52,16 @@ def check_axes(arguments: Any) -> None:
     require(arguments, f"any of {', '.join(AXES)}", lambda axes: {*axes} <= {*AXES}, "adaptive_axes")
 
 
-def check_checkpoint(option: str, name: str) -> None:
-    """Raise unless there is a model to load, before anything else is."""
+def check_checkpoint(option: str, name: str, adaperceiver: bool = False) -> None:
+    """Raise unless there is a model to load, and of our kind with `adaperceiver`, before anything else is loaded."""
     try:
-        PreTrainedConfig.get_config_dict(name)
+        config, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--{option} must be a folder with a config.json, or the id of a model on the hub, got {name}: {error}"
         ) from error
+    if adaperceiver and config.get("model_type") != "adaperceiver":
+        raise ValueError(f"--{option} must be an AdaPerceiver, got {name}, which is {config.get('model_type')}.")
 
 
 def config_fields(option: str, text: str) -> dict[str, Any]:
@@ -79,8 +81,10 @@ def config_fields(option: str, text: str) -> dict[str, Any]:
     return found
 
 
-def check_config(option: str, values: dict[str, Any]) -> None:
+def check_config(option: str, values: dict[str, Any], checkpoint: str | None = None) -> AdaPerceiverConfig:
+    """The configuration with `values` in place of those of a checkpoint, or of the defaults."""
     try:
-        AdaPerceiverConfig(**values)
+        before = {} if checkpoint is None else AdaPerceiverConfig.get_config_dict(checkpoint)[0]
+        return AdaPerceiverConfig.from_dict({**before, **values})
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"--{option}: {error}") from error

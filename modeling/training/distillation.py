@@ -116,11 +116,8 @@ def check(data: DistillationData, augmentation: AugmentationArguments, args: Dis
         raise ValueError("--init_from and --stem_from exclude each other: the checkpoint has its own stem.")
     for option in ("teacher", "init_from", "stem_from"):
         if (name := getattr(args, option)) not in (None, "scenes"):
-            check_checkpoint(option, name)
-    if args.init_from is None:
-        check_config("student", {**config_fields("student", args.student), "adaptive_axes": args.adaptive_axes})
-    else:
-        config_fields("student", args.student)
+            check_checkpoint(option, name, adaperceiver=option == "init_from")
+    check_config("student", config_fields("student", args.student), args.init_from)
 
 
 def load_teacher(args: DistillationArguments, run: RunArguments, accelerator: Accelerator) -> Teacher:

@@ -17,12 +17,11 @@ from .. import AccuracyTable, image_processor_for
 from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
 from .arguments import OptimizationArguments, RunArguments, shrink
 from .checkpointing import model_card
-from .checks import SHIPPED, at_least, check_axes, check_checkpoint, config_fields, require
+from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import MicroBatches
+from .dense_augmentation import DenseAugmentation, PairedAugment
 from .dense_data import (
-    DenseAugmentation,
     DenseDataArguments,
-    PairedAugment,
     check_samples,
     dense_validation_batches,
     encoding_of,
@@ -61,12 +60,17 @@ class FineTuningArguments:
     def __post_init__(self):
         check_axes(self)
         at_least(self, 1, "eval_batch_size")
-        require(self, "a height and a width above 0", lambda size: len(size) == 2 and min(size) > 0, "image_size")
+        require(self, "a height and a width", lambda size: len(size) == 2 and min(size) > 0, "image_size")
 
     def check(self) -> None:
         """Raise where the arguments name what is not there, before anything is loaded."""
-        check_checkpoint("model", self.model)
-        config_fields("config_changes", self.config_changes)
+        check_checkpoint("model", self.model, adaperceiver=True)
+        changes = config_fields("config_changes", self.config_changes)
+        patch = check_config("config_changes", changes, self.model).patch_size
+        if self.image_size is not None and any(side % patch for side in self.image_size):
+            raise ValueError(
+                f"--image_size must be a height and a width, multiples of {patch}, got {as_text(self.image_size)}."
+            )
 
 
 def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str] | None) -> torch.nn.Module:
@@ -209,10 +213,8 @@ def fine_tune_dense(
 
 def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:
     """The paper's preprocessing, at another size if one is given."""
-    processor, patch = image_processor_for(config, task), config.patch_size
+    processor = image_processor_for(config, task)
     if image_size is not None:
-        if any(side % patch for side in image_size):
-            raise ValueError(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
         processor.size = dict(zip(("height", "width"), image_size))
     return processor
 
