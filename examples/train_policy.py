@@ -77,7 +77,7 @@ def run_stage(
         return {"images": processor(images, return_tensors="pt").pixel_values, "labels": torch.as_tensor(labels)}
 
     batches = MicroBatches(training_data, optimization.micro_batch_size, view, run.seed)
-    losses = cross_entropies(model, batches, Path(run.output_dir) / "cross-entropies", accelerator)
+    losses = cross_entropies(model, batches, Path(run.output_dir), accelerator)
     costs = costs_of(model, args.cost)
 
     def loss_of(training: nn.Module, batch: dict[str, torch.Tensor], step: int) -> torch.Tensor:

@@ -82,8 +82,8 @@ class Parser(HfArgumentParser):
 @dataclass
 class RunArguments:
     output_dir: str = field(default="runs/distill", metadata={"help": "Checkpoints, metrics and the final model."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
-    overwrite: bool = field(default=False, metadata={"help": "Start anew where output_dir holds an earlier run."})
+    resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace the earlier run in output_dir."})
     smoke: bool = field(default=False, metadata={"help": "Shrink the run to a minute or two: few small steps."})
     seed: int = 0
     tracker: str | None = field(

@@ -166,7 +166,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict[str, Any]) -> str:
-    """What the weights are, how they came to be, and what they score."""
+    """The text of the card: how the weights were trained, and their scores. `save_pretrained` adds the hub's metadata to it."""
     lines = [
         f"# {title}",
         "",

@@ -197,7 +197,7 @@ def stratified_order(split: Dataset, seed: int) -> np.ndarray:
     order = generator.permutation(len(split))
     if not is_class(split.features.get("label")):
         return order
-    classes = np.asarray(split.with_format(None)["label"])[order]
+    classes = np.asarray([-1 if label is None else label for label in split.with_format(None)["label"]])[order]
     position = np.empty(len(order))
     for label in np.unique(classes):
         rows = np.flatnonzero(classes == label)

@@ -36,7 +36,7 @@ class PairedAugment:
     Random views of images and their targets: the same window and flip for both, colours for the image alone.
 
     Images are resampled smoothly, targets by nearest neighbour; depths stay what they are, whatever the scale. Around the
-    image a mask is 255 and a depth 0.
+    image a mask is 255 and a depth 0. kornia's joint augmentation needs a batch of one size; here every image has its own.
     """
 
     def __init__(self, args: DenseAugmentation, size: tuple[int, int], task: str):

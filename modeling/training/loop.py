@@ -206,7 +206,7 @@ def train(
         accelerator.print(f"{skipped} images could not be read and were left out.")
     if accelerator.is_main_process and find_spec("matplotlib"):
         draw_curves([folder], folder / "curves.png")
-    for tracker in accelerator.trackers:  # `end_training` would part the processes as well, before the next stage
+    for tracker in accelerator.trackers:  # `end_training` would also end the process group, before the next stage
         tracker.finish()
     return progress.metrics
 

@@ -1,5 +1,6 @@
 """A router's training: what each choice of tokens costs and loses, and the losses that turn these into gradients."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -89,8 +91,13 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 def cross_entropies(
     model: AdaPerceiverForImageClassification, batches: MicroBatches, folder: Path, accelerator: Accelerator
 ) -> torch.Tensor:
-    """(images, granularities): what each training image would lose with each token count; NaN where it cannot be read."""
+    """
+    (images, granularities): the loss of each training image with each token count; NaN where it cannot be read.
+
+    They are kept in `folder`, in a subfolder for these weights and images.
+    """
     count, size = len(batches.dataset), batches.size
+    folder = folder / f"cross-entropies-{digest(model, batches.dataset)}"
     if not (folder / "losses.npy").exists():
         losses = torch.full((count, len(model.config.token_granularities)), float("nan"), device=accelerator.device)
         micros = range(accelerator.process_index, -(-count // size), accelerator.num_processes)
@@ -113,8 +120,17 @@ def cross_entropies(
     return torch.from_numpy(np.load(folder / "losses.npy")).to(accelerator.device)
 
 
+def digest(model: nn.Module, dataset: Dataset) -> str:
+    """A name for these weights and images. The router, which is new, is not part of it."""
+    found = hashlib.sha256(dataset._fingerprint.encode())
+    for name, weight in model.state_dict().items():
+        if ".router." not in name:
+            found.update(weight.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
 def costs_of(model: AdaPerceiverForImageClassification, kind: str) -> torch.Tensor:
-    """(granularities,)"""
+    """What each token count costs, (granularities,): its index, or its share of the full FLOPs."""
     if kind == "index":
         return torch.arange(len(model.config.token_granularities), dtype=torch.float32, device=model.device)
     flops = [model.flops(tokens=tokens)["total"] for tokens in model.config.token_granularities]

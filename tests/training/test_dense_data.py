@@ -289,7 +289,9 @@ def test_the_stored_values_of_classes_may_be_named(tmp_path):
     assert [int(sample["mask"][0, 0]) for sample in validation] == [1, 0, 255]
     args.ignored_class = None
     _, validation = dense_data.load_dense_splits(args, "segmentation")
-    with pytest.raises(ValueError, match=r"the mask has class 3 \(192 pixels\), allowed are 2, 1, and 255 for ignored pixels"):
+    with pytest.raises(
+        ValueError, match=r"the mask has class 3 \(192 pixels\), allowed are 2, 1, and 255 for ignored pixels"
+    ):
         validation[2]
 
 

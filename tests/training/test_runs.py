@@ -15,7 +15,13 @@ from datasets import Image as DatasetImage
 
 from adaperceiver.training import checkpointing, loop
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments
-from adaperceiver.training.data import MicroBatches, StreamedMicroBatches, validation_batches
+from adaperceiver.training.data import (
+    MicroBatches,
+    StreamedMicroBatches,
+    classes_seen,
+    hold_out,
+    validation_batches,
+)
 from adaperceiver.training.scenes import scenes
 
 
@@ -252,4 +258,28 @@ def test_null_and_unreadable_images_are_left_out_of_training_and_validation():
         return type("Views", (), {"pixel_values": torch.stack(images) / 255})
 
     (found,) = validation_batches(dataset, processor, 8, accelerator)
+    assert sum(map(len, hold_out(dataset, 0.25))) == 8
+    assert classes_seen(dataset) == {*dataset["label"]} - {None}
     assert found[1].tolist() == [dataset["label"][index] for index in (0, 4, 5, 6, 7)]
+
+
+def test_cross_entropies_are_kept_for_the_same_weights_and_images_alone(tiny_model, tmp_path):
+    from adaperceiver import AdaPerceiverForImageClassification
+    from adaperceiver.training.policies import cross_entropies
+
+    model, accelerator = tiny_model(AdaPerceiverForImageClassification, router_ratio=0.5), Accelerator(cpu=True)
+    rows = scenes(6).select_columns(["image", "label"]).cast_column("image", DatasetImage(decode=False))
+
+    def losses(dataset=rows):
+        return cross_entropies(model, MicroBatches(dataset, 2, view, seed=0), tmp_path, accelerator)
+
+    first = losses()
+    with torch.no_grad():
+        model.adaperceiver.router.requires_grad_(False)
+        for parameter in model.adaperceiver.router.parameters():
+            parameter.zero_()
+        assert_equal(losses(), first)
+        assert len(list(tmp_path.iterdir())) == 1
+        model.classifier.weight.mul_(2)
+    assert not torch.equal(losses(), first)
+    assert len(losses(rows.select([0, 1]))) == 2
