@@ -8,14 +8,21 @@ With --dataset and no recipe it runs recipes/own_depth.yaml. The recipe's values
 `--help` lists all options with what they are by the recipe.
 """
 
-import sys
 from dataclasses import dataclass, field
 
 from accelerate import PartialState
 
 from adaperceiver import AdaPerceiverForDepthEstimation
-from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for
-from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments
+from adaperceiver.training.arguments import (
+    RECIPES,
+    OptimizationArguments,
+    RunArguments,
+    command_line,
+    parse,
+    recipe_for,
+)
+from adaperceiver.training.dense_augmentation import DenseAugmentation
+from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 
@@ -48,4 +55,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line(main)

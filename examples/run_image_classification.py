@@ -9,7 +9,6 @@ With --dataset and no recipe it runs recipes/own_classification.yaml. The recipe
 `--help` lists all options with what they are by the recipe.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +16,15 @@ from accelerate import PartialState
 
 from adaperceiver import AdaPerceiverForImageClassification, image_processor_for
 from adaperceiver.evaluation.grid import evaluate_grid, metrics_for
-from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for, shrink
+from adaperceiver.training.arguments import (
+    RECIPES,
+    OptimizationArguments,
+    RunArguments,
+    command_line,
+    parse,
+    recipe_for,
+    shrink,
+)
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.data import (
     DataArguments,
@@ -45,9 +52,10 @@ def mixed_labels(batch: dict[str, torch.Tensor], num_labels: int) -> torch.Tenso
 
 def run_stage(run, data, augmentation, optimization, tuning) -> None:
     if data.streaming:
-        raise SystemExit("--streaming is not for fine-tuning, whose data is passed many times.")
+        raise ValueError("--streaming is not for fine-tuning, whose data is passed many times.")
     if run.smoke:
         shrink(run, data, optimization)
+    tuning.check()
     started = start(run, data, augmentation, optimization, tuning)
     if started is None:
         return
@@ -55,7 +63,7 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
     training_data, validation_data = load_splits(data)
     names = label_names(training_data, data)
     if names is None:
-        raise SystemExit(f"--dataset {data.dataset} does not name its classes: give --label_map.")
+        raise ValueError(f"--dataset {data.dataset} does not name its classes: give --label_map.")
     model = load_model(tuning, AdaPerceiverForImageClassification, names)
     processor = image_processor_for(model.config, TASK)
     augment = Augment(augmentation, model.config.image_size)
@@ -89,4 +97,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line(main)

@@ -8,13 +8,19 @@ With --dataset and no recipe it runs recipes/own_segmentation.yaml. The recipe's
 `--help` lists all options with what they are by the recipe.
 """
 
-import sys
-
 from accelerate import PartialState
 
 from adaperceiver import AdaPerceiverForSemanticSegmentation
-from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, parse, recipe_for
-from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments
+from adaperceiver.training.arguments import (
+    RECIPES,
+    OptimizationArguments,
+    RunArguments,
+    command_line,
+    parse,
+    recipe_for,
+)
+from adaperceiver.training.dense_augmentation import DenseAugmentation
+from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 
@@ -30,4 +36,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line(main)

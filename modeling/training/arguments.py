@@ -3,15 +3,18 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate.utils import is_tensorboard_available
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
+from .checks import above_zero, at_least, at_most_one, require, suggestion
 from .data import DataArguments
 
 
@@ -20,11 +23,67 @@ PACKAGE = Path(__file__).parents[1]
 RECIPES = next(folder for folder in (PACKAGE / "recipes", PACKAGE.parent / "examples" / "recipes") if folder.is_dir())
 
 
+def command_line(main: Callable[[list[str]], None]) -> None:
+    """
+    Run a script. Input that cannot be used is an error of one line and exit code 2; `python -X dev` shows where it was raised.
+    """
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError, FloatingPointError) as error:
+        if sys.flags.dev_mode:
+            raise
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+class Switch(argparse.Action):
+    """`--flip`, or `--no_flip` and `--no-flip`, without a value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options):
+        negated = [f"--no_{dest}", f"--no-{dest.replace('_', '-')}"]
+        super().__init__([*option_strings, *negated], dest, nargs=0, **options)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith(("--no_", "--no-")))
+
+
+class Parser(HfArgumentParser):
+    """Options from the fields of dataclasses: booleans are switches, lists may be empty, errors are raised as `ValueError`."""
+
+    def __init__(self, groups: Sequence[type]):
+        super().__init__(groups, allow_abbrev=False)
+
+    def add_argument(self, *names: str, **options) -> argparse.Action | None:
+        if options.get("action") == "store_false":  # the negation that HfArgumentParser adds to some booleans
+            return None
+        if options.get("type") is string_to_bool:
+            shared = {name: options[name] for name in ("default", "help") if name in options}
+            options = {**shared, "action": Switch}
+        if options.get("nargs") == "+":
+            options["nargs"] = "*"
+        return super().add_argument(*names, **options)
+
+    def parse(self, arguments: Sequence[str]) -> tuple:
+        """One object for each of the groups."""
+        *parsed, rest = self.parse_args_into_dataclasses(
+            list(arguments), return_remaining_strings=True, look_for_args_file=False
+        )
+        if rest and rest[0].startswith("--"):
+            option, known = rest[0].split("=")[0], self._option_string_actions
+            raise ValueError(f"There is no option {option}{suggestion(option, known) or '; --help lists them.'}")
+        if rest:
+            raise ValueError(f"No option takes the value {rest[0]}; switches (--resume, --no_resume) take none.")
+        return tuple(parsed)
+
+    def error(self, message: str) -> None:
+        raise ValueError(message)
+
+
 @dataclass
 class RunArguments:
     output_dir: str = field(default="runs/distill", metadata={"help": "Checkpoints, metrics and the final model."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
-    overwrite: bool = field(default=False, metadata={"help": "Start anew where output_dir holds an earlier run."})
+    resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace the earlier run in output_dir."})
     smoke: bool = field(default=False, metadata={"help": "Shrink the run to a minute or two: few small steps."})
     seed: int = 0
     tracker: str | None = field(
@@ -33,6 +92,10 @@ class RunArguments:
     log_steps: int = 10
     save_steps: int = 500
     eval_steps: int = field(default=1000, metadata={"help": "Steps between evaluations; 0 for one at the end."})
+
+    def __post_init__(self):
+        at_least(self, 0, "seed", "eval_steps")
+        at_least(self, 1, "log_steps", "save_steps")
 
     def log_with(self) -> str | None:
         if self.tracker == "none":
@@ -64,12 +127,20 @@ class OptimizationArguments:
     max_precondition_dim: int = 8192
     start_precondition_step: int = 500
 
+    def __post_init__(self):
+        at_least(self, 1, "batch_size", "micro_batch_size", "steps", "precondition_frequency", "max_precondition_dim")
+        at_least(self, 0, "weight_decay", "warmup_steps", "start_precondition_step", "warmup_learning_rate")
+        at_least(self, 0, "min_learning_rate")
+        above_zero(self, "epochs", "learning_rate", "clip_norm", "polynomial_power")
+        require(self, "at least 0 and below 1", lambda value: 0 <= value < 1, "beta1", "beta2")
+        at_most_one(self, "ema_decay")
+
     def total_steps(self, images: int | None) -> int:
         """`images` are those of an epoch, if they can be counted."""
         if self.steps is not None:
             return self.steps
         if self.epochs is None or images is None:
-            raise SystemExit(
+            raise ValueError(
                 "--steps must be given" + " for a stream, whose epochs cannot be counted." * (images is None)
             )
         return max(round(self.epochs * images / self.batch_size), 1)
@@ -90,24 +161,42 @@ def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path
     arguments, path = list(arguments), default_recipe
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-    if not path.is_file():
-        raise SystemExit(f"There is no recipe {path}; those at hand are {', '.join(known_recipes())}.")
-    recipe = yaml.safe_load(path.read_text()) or {}  # JSON is YAML, too
-    parser = HfArgumentParser(groups, allow_abbrev=False)
-    stages = recipe.pop("stages", None) or [{}]
+    parser = Parser(groups)
+    recipe, stages = read_recipe(path, {field.name for group in groups for field in fields(group)})
     if {"-h", "--help"} & {*arguments}:
         print_help(parser, path, recipe, stages)
     parsed = []
     for number, stage in enumerate(stages, start=1):
-        lines = [*as_options({**recipe, **stage}), *arguments]
-        parsed.append(parser.parse_args_into_dataclasses(lines))
+        parsed.append(parser.parse([*as_options({**recipe, **stage}), *arguments]))
         if len(stages) > 1:  # one folder for each, each from the EMA weights of the one before
             run = next(group for group in parsed[-1] if isinstance(group, RunArguments))
             run.output_dir = os.path.join(run.output_dir, f"stage{number}")
     return parsed
 
 
-def print_help(parser: HfArgumentParser, path: Path, recipe: dict[str, Any], stages: Sequence[dict]) -> None:
+def read_recipe(path: Path, known: set[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The values of a recipe without its stages, and the values of each stage (at least one)."""
+    if not path.is_file():
+        raise ValueError(f"There is no recipe {path}; those at hand are {', '.join(known_recipes())}.")
+    try:
+        recipe = yaml.safe_load(path.read_text())  # JSON is YAML, too
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"The recipe {path} must be YAML or JSON: {error}") from error
+    recipe = {} if recipe is None else recipe
+    stages = recipe.pop("stages", None) or [{}] if isinstance(recipe, dict) else []
+    stages = stages if isinstance(stages, list) else [stages, None]  # a mapping is not a list of stages
+    for part in [recipe, *stages]:
+        if not isinstance(part, dict):
+            raise ValueError(f"The recipe {path} must be a mapping, and its stages a list of mappings.")
+        if unknown := [name for name in part if name not in known]:
+            raise ValueError(
+                f"The recipe {path} has {unknown[0]}, which is no option of this script"
+                f"{suggestion(str(unknown[0]), known) or '; --help lists them.'}"
+            )
+    return recipe, stages
+
+
+def print_help(parser: Parser, path: Path, recipe: dict[str, Any], stages: Sequence[dict]) -> None:
     """Every option with the value that it has if the command line does not say otherwise: the recipe's, or the default."""
     for action in parser._actions:
         action.help = action.help or "(default: %(default)s)"  # argparse shows no default where there is no text
@@ -141,10 +230,13 @@ def known_recipes() -> list[str]:
 
 
 def as_options(values: dict[str, Any]) -> list[str]:
-    """{"flip": True, "crop_scale": [0.5, 1]} -> --flip True --crop_scale 0.5 1"""
+    """{"flip": True, "label_loss": False, "crop_scale": [0.5, 1]} -> --flip --no_label_loss --crop_scale 0.5 1"""
     options = []
     for name, value in values.items():
         if value is None:
+            continue
+        if isinstance(value, bool):
+            options.append(f"--{name}" if value else f"--no_{name}")
             continue
         if isinstance(value, dict):
             value = json.dumps(value)

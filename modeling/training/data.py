@@ -6,6 +6,8 @@ an interruption, the same effective batches see the same augmentations.
 """
 
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +25,7 @@ from PIL import Image as PILImage
 
 from ..image_processing_adaperceiver import to_rgb
 from .augmentation import Augment
+from .checks import at_least, require
 from .scenes import scenes
 
 
@@ -68,6 +71,24 @@ class DataArguments:
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
+    def __post_init__(self):
+        check_data(self)
+        at_least(self, 1, "shuffle_buffer")
+
+
+def check_data(args: Any) -> None:
+    """What arguments of all kinds of data have in common."""
+    at_least(args, 1, "train_samples", "validation_samples")
+    at_least(args, 0, "workers")
+    require(args, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
+    for option in ("train_split", "validation_split"):
+        if getattr(args, option) == "test":
+            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
+    if args.holdout is not None and args.validation_split:
+        raise ValueError(
+            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
+        )
+
 
 def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | IterableDataset, Dataset]:
     """
@@ -89,7 +110,7 @@ def load_several(
         return parts[0]
     features = [pair[0].features for pair in parts]
     if any(one != features[0] for one in features):
-        raise SystemExit(f"--dataset {' '.join(datasets)} must have the same classes.")
+        raise ValueError(f"--dataset {' '.join(datasets)} must have the same classes.")
     return tuple(concatenate_datasets(list(splits)) for splits in zip(*parts))
 
 
@@ -119,7 +140,7 @@ def load_any(path: str, config: str | None = None, **options) -> dict[str, Datas
         return load_dataset(path, config, **options)
     except (OSError, ValueError, DatasetsError) as error:
         where = "" if os.path.exists(path) else ", which is no file or folder here,"
-        raise SystemExit(f"--dataset {path}{where} could not be loaded: {error}") from error
+        raise ValueError(f"--dataset {path}{where} could not be loaded: {error}") from error
 
 
 def two_splits(
@@ -129,28 +150,19 @@ def two_splits(
     Training and validation data in the form that `standard` gives a split. Validation data are the split that is named, or
     validation or val, or images that are held out of the training split. Nothing here reads a test split.
     """
-    for option in ("train_split", "validation_split"):
-        if getattr(args, option) == "test":
-            raise SystemExit(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
     names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
     if args.train_split not in splits or (args.validation_split and validation_split is None):
         wanted = " and ".join(repr(name) for name in (args.train_split, args.validation_split) if name)
-        raise SystemExit(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
+        raise ValueError(f"--dataset {args.dataset} must have the splits {wanted}, it has {list(splits)}.")
     train = standard(splits[args.train_split], args.train_split)
     if args.holdout is None and validation_split is not None:
         return train, standard(splits[validation_split], validation_split)
-    if args.validation_split:
-        raise SystemExit(
-            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
-        )
     share = 0.05 if args.holdout is None else args.holdout
-    if not 0 < share < 1:
-        raise SystemExit(f"--holdout must be above 0 and below 1, got {share}.")
     if not isinstance(train, Dataset):
-        raise SystemExit(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
+        raise ValueError(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
     if len(train) < 2:
-        raise SystemExit(f"--dataset {args.dataset} has one training image: none can be held out.")
+        raise ValueError(f"--dataset {args.dataset} has one training image: none can be held out.")
     return hold_out(train, share)
 
 
@@ -159,7 +171,7 @@ def scored_split(splits: Mapping[str, Dataset], dataset: str, split: str | None)
     names = [split] if split else ["test", "validation", "val"]
     name = next((name for name in names if name in splits), None)
     if name is None:
-        raise SystemExit(f"--dataset {dataset} must have a split {' or '.join(names)}, it has {list(splits)}.")
+        raise ValueError(f"--dataset {dataset} must have a split {' or '.join(names)}, it has {list(splits)}.")
     return name, splits[name]
 
 
@@ -174,8 +186,6 @@ def subset(split: Dataset | IterableDataset, samples: int | None, seed: int = 0)
     """`samples` of the images, the same share of every class."""
     if samples is None or (isinstance(split, Dataset) and samples >= len(split)):
         return split
-    if samples < 1:
-        raise SystemExit(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
     if not isinstance(split, Dataset):
         return split.take(samples)
     return split.select(np.sort(stratified_order(split, seed)[:samples]))
@@ -187,7 +197,7 @@ def stratified_order(split: Dataset, seed: int) -> np.ndarray:
     order = generator.permutation(len(split))
     if not is_class(split.features.get("label")):
         return order
-    classes = np.asarray(split.with_format(None)["label"])[order]
+    classes = np.asarray([-1 if label is None else label for label in split.with_format(None)["label"]])[order]
     position = np.empty(len(order))
     for label in np.unique(classes):
         rows = np.flatnonzero(classes == label)
@@ -210,9 +220,9 @@ def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArgu
         del columns["label_column"]
     for option, column in columns.items():
         if column not in features:
-            raise SystemExit(f"--{option} must be one of the columns {list(features)}, got {column}.")
+            raise ValueError(f"--{option} must be one of the columns {list(features)}, got {column}.")
     if isinstance(split, Dataset) and len(split) == 0:
-        raise SystemExit(f"--dataset {args.dataset} has no images in its {name} split.")
+        raise ValueError(f"--dataset {args.dataset} has no images in its {name} split.")
     names = {old: new for old, new in ((image, "image"), (label, "label")) if old not in (new, None)}
     split = split.select_columns(list(columns.values())).rename_columns(names)
     return split.cast_column("image", Image(decode=False))
@@ -238,7 +248,7 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
 
 def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
     """The classes that have images, if that can be known."""
-    return set(split.with_format(None)["label"]) if isinstance(split, Dataset) else None
+    return set(split.with_format(None)["label"]) - {None} if isinstance(split, Dataset) else None
 
 
 def read_label_map(name: str) -> list[str]:
@@ -246,35 +256,44 @@ def read_label_map(name: str) -> list[str]:
     path = Path(name) if os.path.isfile(name) else LABELS / f"{name}.txt"
     if not path.is_file():
         at_hand = ", ".join(sorted(file.stem for file in LABELS.glob("*.txt")))
-        raise SystemExit(f"--label_map must be a file or one of {at_hand}, got {name}.")
+        raise ValueError(f"--label_map must be a file or one of {at_hand}, got {name}.")
     names = [line.strip() for line in path.read_text().splitlines()]
     seen = {}
     for line, label in enumerate(names, start=1):
         if not label or label in seen:
             problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"
-            raise SystemExit(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
+            raise ValueError(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
         seen[label] = line
     return names
 
 
 def check_label_map(names: Sequence[str], classes: int, whose: str) -> None:
     if len(names) != classes:
-        raise SystemExit(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
+        raise ValueError(f"The label map has {len(names)} names, but {whose} has {classes} classes.")
 
 
 def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: str, classes: int) -> None:
     """Stop where the data name another number of classes than the checkpoint `model` has."""
     names = label_names(split, args)
     if names is not None and len(names) != classes:
-        raise SystemExit(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
+        raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
 
 
-def decode(stored: dict) -> torch.Tensor | None:
-    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
+# What PIL raises for a file that is cut short, is no image, or is too large.
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, PILImage.DecompressionBombError)
+
+
+def open_stored(stored: dict) -> PILImage.Image:
+    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+
+
+def decode(stored: dict | None) -> torch.Tensor | None:
+    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if there is none or it cannot be read."""
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+        return None
     try:
-        image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
-        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+        return torch.from_numpy(np.array(to_rgb(open_stored(stored)))).permute(2, 0, 1)
+    except UNREADABLE:
         return None
 
 
@@ -282,9 +301,9 @@ def decode(stored: dict) -> torch.Tensor | None:
 
 
 def read_labelled(sample: dict) -> tuple[torch.Tensor, int] | None:
-    """Image and label (-1 where there is none), or None if the image cannot be read."""
-    image = decode(sample["image"])
-    return None if image is None else (image, sample.get("label", -1))
+    """Image and label (-1 where the data have none), or None if the image cannot be read or has no label."""
+    image, label = decode(sample["image"]), sample.get("label", -1)
+    return None if image is None or label is None else (image, label)
 
 
 class MicroBatches(torch.utils.data.Dataset):
@@ -329,19 +348,28 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
     def __init__(self, stream: IterableDataset, size: int, augment: Augment, seed: int, skip: int):
         self.stream, self.size, self.augment, self.seed, self.skip = stream, size, augment, seed, skip
 
+    @property
+    def shards(self) -> int:
+        """Of this process; as many workers have something to read."""
+        return self.stream.num_shards
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         micro, samples, epoch = number, [], 0  # workers take turns
         while True:
             self.stream.set_epoch(epoch)
+            empty = True
             for sample in self.stream:
+                empty = False
                 samples.append(sample)
                 if len(samples) == self.size:
                     if micro >= self.skip:  # those before were trained on already; passing them decodes nothing
                         batch = collate(samples, range(self.size), self.augment, [self.seed, micro])
                         yield {**batch, "micro": torch.tensor(micro)}
                     micro, samples = micro + workers, []
+            if empty:
+                raise ValueError(f"The stream has no images for worker {number} of {workers}.")
             epoch += 1
 
 
@@ -355,7 +383,9 @@ def collate(
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
     pairs = {place: pair for place, sample in enumerate(samples) if (pair := read(sample)) is not None}
     if not pairs:
-        raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
+        raise OSError(
+            f"None of {len(samples)} images can be read; the first is {(samples[0]['image'] or {}).get('path')}."
+        )
     views = augment(*map(list, zip(*pairs.values())), seed)
     return {
         **views,

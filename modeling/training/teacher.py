@@ -65,7 +65,7 @@ class Teacher:
         """The student learns the teacher's logits, so the classes and their order must be the same."""
         if names is not None and (different := self.different_labels(names)):
             theirs, our = different[0]
-            raise SystemExit(
+            raise ValueError(
                 f"--teacher {self.name} and {whose} must have the same labels, got {len(self.id2label)} and {len(names)}; "
                 f"{theirs!r} there is {our!r} here."
             )
@@ -129,7 +129,7 @@ def stem_of(network: nn.Module, stages: int) -> list[tuple[list[int], dict[str, 
                 (row, {f"{part}.{name}": t for part, layer in parts.items() for name, t in folded(layer).items()})
             )
     except AttributeError as error:
-        raise SystemExit(
+        raise ValueError(
             f"--stem_from must name a network of inverted residual blocks (`stem`, `stages`), got {type(network).__name__}."
         ) from error
     return layers
@@ -242,7 +242,7 @@ def cache_views(
         )
         folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < needed * len(missing):
-            raise SystemExit(
+            raise ValueError(
                 f"--cached_views {views} needs {needed * len(missing):,} bytes, {folder} has {free:,} left."
             )
 
@@ -266,7 +266,7 @@ def cache_views(
             found = teacher.logits(seen) if grid is None else teacher.features(seen, grid)
             answers[rows] = found.float().cpu().numpy().astype(ANSWERS[answer])
             if not np.isfinite(answers[rows]).all():
-                raise SystemExit(
+                raise ValueError(
                     f"--teacher {teacher.name} gives {answer} beyond what {ANSWERS[answer].__name__} holds."
                 )
             unreadable[rows] = False

@@ -339,9 +339,9 @@ def test_the_recipe_names_only_known_arguments():
 
 def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_path):
     tiny_model(AdaPerceiverForImageClassification, num_labels=3).save_pretrained(tmp_path / "plain", save_code=False)
-    with pytest.raises(SystemExit, match="--streaming is not for policies"):
+    with pytest.raises(ValueError, match="--streaming is not for policies"):
         train_policy.main(policy_arguments(tmp_path / "plain", tmp_path, streaming=True))
-    with pytest.raises(SystemExit, match=r"scenes has 10 classes, --model .* 3"):
+    with pytest.raises(ValueError, match=r"scenes has 10 classes, --model .* 3"):
         train_policy.main(policy_arguments(tmp_path / "plain", tmp_path))
 
 

@@ -201,7 +201,7 @@ def test_processes_that_do_not_see_each_other_are_stopped(arguments, monkeypatch
     monkeypatch.setenv(
         "WORLD_SIZE", "2"
     )  # as torchrun leaves it; Accelerate takes it up for GPUs, or when told to use CPUs
-    with pytest.raises(SystemExit, match=r"2 processes were started, but Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
+    with pytest.raises(ValueError, match=r"2 processes were started, but Accelerate sees 1.*ACCELERATE_USE_CPU=true"):
         distill.main(arguments())
 
 
@@ -223,7 +223,7 @@ def test_tensorboard_gets_the_curves_where_it_is_installed(arguments, tmp_path):
 def test_a_finished_run_is_neither_repeated_nor_overwritten(arguments, whole_run):
     before = {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
     distill.main([*arguments(output_dir=whole_run), "--resume"])
-    with pytest.raises(SystemExit, match="holds an earlier run: --resume it, --overwrite it, or choose another"):
+    with pytest.raises(ValueError, match="holds an earlier run: --resume it, --overwrite it, or choose another"):
         distill.main(arguments(output_dir=whole_run))
     assert before == {path: path.stat().st_mtime_ns for path in whole_run.rglob("*") if path.is_file()}
 
@@ -248,6 +248,19 @@ def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(argument
     assert [axes for _, axes, _ in seen] == [["tokens"], ["tokens", "depth"]]
     for started, ended in zip(seen[1][2], first.parameters()):
         assert_equal(started.data, ended.data)
+
+
+def test_no_axis_trains_the_full_model_as_a_single_width_does(arguments, tmp_path):
+    student = {**STUDENT, "widths": [16]}
+    for name, axes in (("none", []), ("width", ["width"])):
+        distill.main(arguments(student=student, adaptive_axes=axes, steps=3, eval_steps=0, output_dir=tmp_path / name))
+    assert losses(tmp_path / "none") == losses(tmp_path / "width")
+    none, width = (
+        AutoModelForImageClassification.from_pretrained(tmp_path / name / "final") for name in ("none", "width")
+    )
+    assert none.config.adaptive_axes == []
+    for ours, theirs in zip(none.parameters(), width.parameters()):
+        assert_equal(ours.data, theirs.data)
 
 
 def test_two_processes_go_from_stage_to_stage(arguments, tmp_path):
@@ -306,7 +319,7 @@ def test_features_drop_prefix_tokens_and_follow_the_students_grid(teacher_folder
 
 def test_label_spaces_must_match(arguments, tmp_path):
     teacher = save_teacher(tmp_path / "teacher", names=["apple", "bottle", "cup"])
-    with pytest.raises(SystemExit, match="must have the same labels, got 3 and 3; 'book' there is 'bottle' here"):
+    with pytest.raises(ValueError, match="must have the same labels, got 3 and 3; 'book' there is 'bottle' here"):
         distill.main(arguments(teacher=teacher))
 
 
@@ -326,12 +339,12 @@ def test_label_spaces_must_match(arguments, tmp_path):
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message, arguments):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         distill.main(arguments(**changes))
 
 
 def test_the_effective_batch_must_divide(arguments):
-    with pytest.raises(SystemExit, match=r"--batch_size must be a multiple of .* 3 x 1 = 3, got 8"):
+    with pytest.raises(ValueError, match=r"--batch_size must be a multiple of .* 3 x 1 = 3, got 8"):
         distill.main(arguments(micro_batch_size=3))
 
 
@@ -344,7 +357,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_a_good_checkpoint(argument
         return original(self, images) * (float("nan") if len(calls) > 6 else 1)  # two micro-batches a step
 
     monkeypatch.setattr(teachers.Teacher, "logits", logits)
-    with pytest.raises(SystemExit, match=r"The loss is nan at step 3\. .*checkpoint-3 holds the state before it"):
+    with pytest.raises(
+        FloatingPointError, match=r"The loss is nan at step 3\. .*checkpoint-3 holds the state before it"
+    ):
         distill.main(arguments())
     monkeypatch.undo()
     distill.main([*arguments(), "--resume"])
@@ -360,7 +375,7 @@ def test_a_full_disk_stops_the_run_and_leaves_whole_checkpoints(arguments, tmp_p
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Accelerator, "save_state", save_state)
-    with pytest.raises(SystemExit, match=r"checkpoint-4 could not be written: .*No space left on device"):
+    with pytest.raises(OSError, match=r"checkpoint-4 could not be written: .*No space left on device"):
         distill.main(arguments())
     assert [path.name for path in checkpointing.checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     assert not list((tmp_path / "run").glob(".*part"))
@@ -447,9 +462,9 @@ def interrupt_after(function, calls, interrupt):
 
 
 def test_a_column_or_split_that_is_not_there_is_named(arguments):
-    with pytest.raises(SystemExit, match=r"--label_column must be one of the columns \['image', 'label'\], got kind"):
+    with pytest.raises(ValueError, match=r"--label_column must be one of the columns \['image', 'label'\], got kind"):
         distill.main(arguments(label_column="kind"))
-    with pytest.raises(SystemExit, match=r"must have the splits 'train' and 'dev', it has"):
+    with pytest.raises(ValueError, match=r"must have the splits 'train' and 'dev', it has"):
         distill.main(arguments(validation_split="dev"))
 
 
@@ -549,7 +564,7 @@ def test_cached_features_are_those_of_the_teacher_and_are_mirrored_with_the_view
 
 def test_views_that_do_not_fit_on_the_disk_are_not_begun(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(teachers.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(SystemExit, match=r"--cached_views 2 needs 18,912 bytes, .* has 1,000 left"):
+    with pytest.raises(ValueError, match=r"--cached_views 2 needs 18,912 bytes, .* has 1,000 left"):
         distill.main(arguments(cached_views=2, mixup_alpha=0))
     assert not list(tmp_path.rglob("*.npy"))
 
@@ -652,13 +667,13 @@ def test_features_are_distilled_from_several_data_sets_without_labels(
 
 
 def test_logits_need_labels_and_those_of_all_data_sets_must_agree(arguments, photographs, image_folder, tmp_path):
-    with pytest.raises(SystemExit, match=r"--label_column must be one of the columns \['image'\], got None"):
+    with pytest.raises(ValueError, match=r"--label_column must be one of the columns \['image'\], got None"):
         distill.main(arguments(dataset=photographs[0]))
     distill.main(arguments(dataset=[image_folder, image_folder], steps=1, eval_steps=0))
     for name in ("apple", "pear"):
         (tmp_path / "fruit" / "train" / name).mkdir(parents=True)
         picture(1).save(tmp_path / "fruit" / "train" / name / "1.png")
-    with pytest.raises(SystemExit, match="must have the same classes"):
+    with pytest.raises(ValueError, match="must have the same classes"):
         distill.main(arguments(dataset=[image_folder, tmp_path / "fruit"], output_dir=tmp_path / "other"))
 
 
@@ -720,7 +735,7 @@ def test_a_checkpoint_with_a_stem_goes_on_with_the_stem_frozen(arguments, tmp_pa
     for old, new in zip(frozen, after.patch_embeddings):
         assert_equal(new.state_dict(), old.state_dict())
     assert not torch.equal(after.patch_embeddings[-1].weight, projection.weight)
-    with pytest.raises(SystemExit, match="--freeze_stem needs a model with a stem"):
+    with pytest.raises(ValueError, match="--freeze_stem needs a model with a stem"):
         distill.main(arguments(freeze_stem=True, output_dir=tmp_path / "other"))
 
 
@@ -774,5 +789,5 @@ def test_an_unknown_key_or_recipe_is_named(tmp_path, capsys):
     recipe.write_text("lerning_rate: 0.1\n")
     with pytest.raises(ValueError, match="lerning_rate"):
         parse([RunArguments], [str(recipe)], recipe)
-    with pytest.raises(SystemExit, match=r"There is no recipe nothing\.yaml; those at hand are .*scenes\.yaml"):
+    with pytest.raises(ValueError, match=r"There is no recipe nothing\.yaml; those at hand are .*scenes\.yaml"):
         parse([RunArguments], ["nothing.yaml"], recipe)
