@@ -8,7 +8,7 @@ from pathlib import Path
 import convert_official_checkpoint as converter
 import pytest
 import torch
-from conftest import assert_equal, command_line, run_script
+from conftest import assert_equal, command_line, run, run_script
 from official import FIXTURES, OFFICIAL, TINY, official_model, official_tensors, recorded
 from safetensors.torch import save_file
 
@@ -50,21 +50,21 @@ def here(tmp_path, monkeypatch):
 def convert(here, monkeypatch, capsys):
     """Run the script in this process; returns what it prints."""
 
-    def run(**arguments) -> str:
+    def run_here(**arguments) -> str:
         flags = [f"--{name}" for name, value in arguments.items() if value is True]
         others = {name: value for name, value in arguments.items() if value is not True}
         monkeypatch.setattr(sys, "argv", ["convert_official_checkpoint.py", *command_line(**others), *flags])
         converter.main()
         return capsys.readouterr().out
 
-    return run
+    return run_here
 
 
 @pytest.fixture
 def refusal(convert, capsys):
     """The message with which the script gives up, once it is sure that no file has changed."""
 
-    def run(**arguments) -> str:
+    def run_here(**arguments) -> str:
         def files():
             return {path: path.read_bytes() if path.is_file() else None for path in Path().rglob("*")}
 
@@ -75,7 +75,7 @@ def refusal(convert, capsys):
         assert files() == before
         return re.search("^error: .*", capsys.readouterr().err, re.DOTALL | re.MULTILINE).group()
 
-    return run
+    return run_here
 
 
 def assert_converted(folder: str | Path, task: str = "classification") -> AdaPerceiverPreTrainedModel:
@@ -131,22 +131,24 @@ def test_no_tensor_can_be_missing_unnoticed(name):
 # --- from file to folder
 
 
-def record(task: str, changes: float = 0.0) -> Path:
-    """Recorded outputs of the official model, at three operating points, as the script takes them."""
-    part, outputs = {
-        "classification": ("cls", {"logits": "logits"}),
-        "distillation": ("distill", {"logits": "logits", "features": "features"}),
-        "segmentation": ("seg", {"pred": "logits"}),
-        "depth": ("depth", {"pred": "predicted_depth"}),
-    }[task]
+RECORDED = {  # the name of a task's outputs in the recordings, and their names there and here
+    "classification": ("cls", {"logits": "logits"}),
+    "distillation": ("distill", {"logits": "logits", "features": "features"}),
+    "segmentation": ("seg", {"pred": "logits"}),
+    "depth": ("depth", {"pred": "predicted_depth"}),
+}
+POINTS = {"": "/t16_wNone_d4", "/tokens=4": "/t4_wNone_d4", "/tokens=8,width=32,depth=2": "/t8_w32_d2"}
+
+
+def record(task: str, change: float = 0.0) -> Path:
+    """Recorded outputs of the official model, as the script takes them; `change` goes to the last point."""
+    part, outputs = RECORDED[task]
     tensors = {"pixel_values": recorded()["input/x"]}
     for official_name, name in outputs.items():
-        tensors[name] = recorded()[f"{part}/{official_name}/t16_wNone_d4"]
-        tensors[f"{name}/tokens=4"] = recorded()[f"{part}/{official_name}/t4_wNone_d4"]
-        point = recorded()[f"{part}/{official_name}/t8_w32_d2"] + changes
-        tensors[f"{name}/tokens=8,width=32,depth=2"] = point
-        if f"{part}_bidir/{official_name}/t8_wNone_d4" in recorded():
-            bidirectional = recorded()[f"{part}_bidir/{official_name}/t8_wNone_d4"]
+        tensors |= {name + ours: recorded()[f"{part}/{official_name}{point}"] for ours, point in POINTS.items()}
+        tensors[f"{name}/tokens=8,width=32,depth=2"] = tensors[f"{name}/tokens=8,width=32,depth=2"] + change
+        bidirectional = recorded().get(f"{part}_bidir/{official_name}/t8_wNone_d4")
+        if bidirectional is not None:
             tensors[f"{name}/tokens=8,attention=bidirectional"] = bidirectional
     save_file(tensors, "outputs.safetensors")
     return Path("outputs.safetensors")
@@ -248,7 +250,7 @@ def test_without_a_config_the_model_is_the_papers_and_has_to_fit(refusal):
     assert "output_adapter.ffn.bias" not in message  # as many labels as the tensors show
 
 
-def test_the_script_takes_a_hub_id_from_the_cache(tmp_path, monkeypatch):
+def test_a_hub_id_is_loaded_and_converted_from_the_cache(tmp_path, monkeypatch):
     """The hub's own layout of downloads, which is all that there is of it offline."""
     repository = tmp_path / "cache" / "models--pjajal--adaperceiver-v1"
     snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
@@ -262,6 +264,10 @@ def test_the_script_takes_a_hub_id_from_the_cache(tmp_path, monkeypatch):
     result = run_script("convert_official_checkpoint.py", tmp_path, **arguments)
     assert result.returncode == 0, result.stderr
     assert_converted(tmp_path / "ours", "distillation")
+    load = f"AdaPerceiverForDistillation.from_pretrained('pjajal/adaperceiver-v1', revision='{snapshot.name}')"
+    code = f"from adaperceiver import AdaPerceiverForDistillation; {load}.save_pretrained('direct')"
+    run(code, tmp_path)
+    assert_converted(tmp_path / "direct", "distillation")
 
 
 # --- what is refused leaves nothing behind

@@ -96,6 +96,16 @@ def test_a_dense_model_takes_its_backbone_from_a_distillation_checkpoint(model_c
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("task", "model_class"),
+    [("segmentation", AdaPerceiverForSemanticSegmentation), ("depth", AdaPerceiverForDepthEstimation)],
+)
+def test_a_dense_checkpoint_loads_with_the_head_that_its_tensors_show(task, model_class, folder):
+    model = model_class.from_pretrained(folder(task))
+    assert_equal(model.state_dict(), official_model(model_class).state_dict())
+
+
+@torch.no_grad()
 def test_the_base_model_and_the_backbone_load_too(folder):
     source, pixel_values = folder("distillation"), recorded()["input/x"]
     distilled = AdaPerceiverForDistillation.from_pretrained(source)
