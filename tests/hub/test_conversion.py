@@ -18,7 +18,7 @@ from adaperceiver.official_adaperceiver import infer_task, official_weights, our
 
 TASKS = list(converter.TASKS)
 SECTIONS = {"classification": "classification", "distill": "distillation", "seg": "segmentation", "depth": "depth"}
-# Dense heads have no arguments in the official config, and the number of features is in the distillation model's only.
+# One config for all tasks: the numbers of classes, features and depth bins are what the tensors show.
 CONFIG = {name: value for name, value in OFFICIAL.items() if name != "num_classes"}
 
 
