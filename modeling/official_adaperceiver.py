@@ -70,6 +70,10 @@ CHOICES: dict[str, dict[Any, dict[str, Any]]] = {  # official argument -> its va
     "use_output_ffn": {False: {}},
 }
 # fmt: on
+# Sizes that the tensors show where the config does not tell them, by our names: of the backbone, and of a dense head, whose
+# sizes are no arguments of the official config.
+SHOWN = {"num_classes": "classifier.bias", "output_feat_dim": "feature_adapter.ffn.fc2.bias"}
+SHOWN_BY_HEAD = {"num_labels": "head.classifier.bias", "num_depth_bins": "head.bins.bias"}
 LABELS = {1000: "imagenet1k", 11821: "imagenet12k"}  # which data a classifier of so many classes knows
 
 
@@ -136,25 +140,38 @@ def rename(tensors: Mapping[str, torch.Tensor], task: str) -> dict[str, torch.Te
 def load_official(
     model_class: type, source: str, config: Mapping[str, Any], hub_kwargs: dict, **fields
 ) -> tuple[AdaPerceiverConfig, dict[str, torch.Tensor]]:
+    """The `official_weights` of an official folder or hub id."""
+    tensors = load_file(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))
+    return official_weights(model_class, tensors, config, f"the {CONFIG_NAME} of {source}", **fields)
+
+
+def official_weights(
+    model_class: type,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    source: str = CONFIG_NAME,
+    **fields,
+) -> tuple[AdaPerceiverConfig, dict[str, torch.Tensor]]:
     """
-    The config of an official folder or hub id for a model of `model_class`, and its weights under our names; `fields` change
-    the config.
+    The config for a model of `model_class`, and the official `tensors` under our names. What the official `config` leaves
+    out is the paper's or, for numbers of labels, features and depth bins, what the tensors show; `fields` change the result.
 
     Missing and unexpected tensors and shapes that differ are errors, all listed. But a model without a classifier takes
     what it needs from a distillation checkpoint: the class tensors are not used then, and a head is new.
     """
-    tensors = load_file(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))
     task = infer_task(tensors)
-    translated = translate_config(config, f"the {CONFIG_NAME} of {source}")
+    ours = rename(tensors, task)
+    official_names = {our_name(name, task): name for name in tensors}
+    shown = {argument: ours[name].numel() for argument, name in SHOWN.items() if name in ours}
+    translated = translate_config({**shown, **config}, source)
     translated["output_tokens"] = {"classification": "class", "distillation": "both"}.get(task, "dense")
     if getattr(model_class, "readouts", None) is None:  # the labels are those of the classifier
         for name in ("num_labels", "id2label", "label2id"):
             translated.pop(name, None)
+    translated |= {field: ours[name].numel() for field, name in SHOWN_BY_HEAD.items() if name in ours}
     our_config = AdaPerceiverConfig(**{**translated, **fields})
     with torch.device("meta"):
         model = model_class(our_config)
-    official_names = {our_name(name, task): name for name in tensors}
-    ours = rename(tensors, task)
     if model.base_model is model:
         prefix = f"{model.base_model_prefix}."
         official_names = {name.removeprefix(prefix): official for name, official in official_names.items()}
@@ -188,4 +205,4 @@ def fit(
     return {name: ours[name] for name in wanted.keys() & ours.keys()}
 
 
-__all__ = ["label_names", "load_official"]
+__all__ = ["label_names", "load_official", "official_weights"]

@@ -3,14 +3,14 @@
 from functools import cache
 from pathlib import Path
 
-import convert_official_checkpoint as converter
 import torch
+from convert_official_checkpoint import TASKS
 from safetensors.torch import load_file
 
 from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification, AdaPerceiverPreTrainedModel
+from adaperceiver.official_adaperceiver import rename
 
 
-our_name = converter.our_name
 FIXTURES = Path(__file__).parent / "fixtures"
 PARTS = {  # of the weights, by task
     "classification": ("trunk", "cls"),
@@ -31,6 +31,36 @@ TINY = {
     "num_depth_bins": 16,
 }
 CONFIG = AdaPerceiverConfig(**TINY)
+# The `config.json` of such a model, as the official classes write it.
+OFFICIAL = {
+    "act_layer": "gelu",
+    "attn_drop": 0.0,
+    "attn_layer": "flex",
+    "block_mask": "block",
+    "depth": 4,
+    "drop_path": 0.0,
+    "embed_dim": 64,
+    "ffn_layer": "mlp",
+    "ffn_ratio": 2.57,
+    "head_drop": 0.0,
+    "img_size": 32,
+    "in_channels": 3,
+    "ls_init_values": 1e-05,
+    "mask_token_grans": [4, 8, 16],
+    "mat_dims": [32, 48, 64],
+    "max_latent_tokens": 16,
+    "norm_layer": "layernorm",
+    "num_classes": 10,
+    "num_heads": 4,
+    "patch_size": 4,
+    "process_token_init": "learned",
+    "proj_bias": True,
+    "proj_drop": 0.0,
+    "qkv_bias": True,
+    "rope_theta": 10000,
+    "use_embed_ffn": True,
+    "use_output_ffn": False,
+}
 
 
 @cache
@@ -52,10 +82,10 @@ def official_tensors(task: str) -> dict[str, torch.Tensor]:
 
 def official_model(model_class: type[AdaPerceiverPreTrainedModel], **changes) -> AdaPerceiverPreTrainedModel:
     """Our model with the official model's weights; `changes` go to the config."""
-    task = next(task for task, task_class in converter.TASKS.items() if task_class is model_class)
+    task = next(task for task, task_class in TASKS.items() if task_class is model_class)
     changes = {"num_labels": 5 if task == "segmentation" else 10, **changes}
     model = model_class(AdaPerceiverConfig(**{**TINY, **changes}))
-    model.load_state_dict(converter.rename(official_tensors(task), task), strict=True)
+    model.load_state_dict(rename(official_tensors(task), task), strict=True)
     return model.eval()
 
 

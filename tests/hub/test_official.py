@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import ROOT, assert_equal
-from official import official_model, official_tensors, recorded
+from official import OFFICIAL, official_model, official_tensors, recorded
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, pipeline
@@ -22,38 +22,6 @@ from adaperceiver import (
     image_processor_for,
 )
 from adaperceiver.official_adaperceiver import CHOICES, FIELDS, is_official, label_names, translate_config
-
-
-# As the official classes write it, at the sizes of the tiny reference.
-OFFICIAL = {
-    "act_layer": "gelu",
-    "attn_drop": 0.0,
-    "attn_layer": "flex",
-    "block_mask": "block",
-    "depth": 4,
-    "drop_path": 0.0,
-    "embed_dim": 64,
-    "ffn_layer": "mlp",
-    "ffn_ratio": 2.57,
-    "head_drop": 0.0,
-    "img_size": 32,
-    "in_channels": 3,
-    "ls_init_values": 1e-05,
-    "mask_token_grans": [4, 8, 16],
-    "mat_dims": [32, 48, 64],
-    "max_latent_tokens": 16,
-    "norm_layer": "layernorm",
-    "num_classes": 10,
-    "num_heads": 4,
-    "patch_size": 4,
-    "process_token_init": "learned",
-    "proj_bias": True,
-    "proj_drop": 0.0,
-    "qkv_bias": True,
-    "rope_theta": 10000,
-    "use_embed_ffn": True,
-    "use_output_ffn": False,
-}
 
 
 @pytest.fixture
@@ -125,6 +93,16 @@ def test_a_dense_model_takes_its_backbone_from_a_distillation_checkpoint(model_c
         parameter for name, parameter in model.named_parameters() if name.startswith("head.") and parameter.ndim > 1
     )
     assert 0.01 < head.std() < 0.04  # drawn anew, not left as memory was
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("task", "model_class"),
+    [("segmentation", AdaPerceiverForSemanticSegmentation), ("depth", AdaPerceiverForDepthEstimation)],
+)
+def test_a_dense_checkpoint_loads_with_the_head_that_its_tensors_show(task, model_class, folder):
+    model = model_class.from_pretrained(folder(task))
+    assert_equal(model.state_dict(), official_model(model_class).state_dict())
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import TINY, images
-from official import official_model, our_name, recorded
+from official import official_model, recorded
 
 from adaperceiver import (
     AdaPerceiverForDepthEstimation,
@@ -16,6 +16,7 @@ from adaperceiver import (
     AdaPerceiverForSemanticSegmentation,
     OnceForAll,
 )
+from adaperceiver.official_adaperceiver import our_name
 from adaperceiver.once_for_all_adaperceiver import sum_in_turn
 
 

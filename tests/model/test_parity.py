@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from official import CONFIG, official_classifier, official_model, our_name, recorded
+from official import CONFIG, official_classifier, official_model, recorded
 
 from adaperceiver import (
     AdaPerceiverForDepthEstimation,
@@ -15,6 +15,7 @@ from adaperceiver import (
 )
 from adaperceiver.layers_adaperceiver import rotary_embedding
 from adaperceiver.loss_adaperceiver import depth_loss, multi_scale_gradient_loss, scale_invariant_log_loss
+from adaperceiver.official_adaperceiver import our_name
 
 
 TOLERANCE = {"cls": 1e-5, "distill": 1e-5, "seg": 1e-5, "depth": 2e-5}
