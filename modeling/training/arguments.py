@@ -32,7 +32,10 @@ def command_line(main: Callable[[list[str]], None]) -> None:
     except (ValueError, OSError, FloatingPointError) as error:
         if sys.flags.dev_mode:
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        message = str(error)
+        if "Original Traceback" in message:  # from a process of a data loader, whose own error is the last line
+            message = message.strip().splitlines()[-1].partition(": ")[2]
+        print("error:", " ".join(message.split()), file=sys.stderr)
         raise SystemExit(2) from None
 
 
