@@ -25,7 +25,7 @@ RECIPES = next(folder for folder in (PACKAGE / "recipes", PACKAGE.parent / "exam
 
 def command_line(main: Callable[[list[str]], None]) -> None:
     """
-    Run a script. Input that cannot be used is an error of one line and exit code 2; `python -X dev` shows where it was raised.
+    Run a script. Input that cannot be used is an error of one line and exit code 2; with PYTHONDEVMODE=1 a traceback.
     """
     try:
         main(sys.argv[1:])
