@@ -25,14 +25,17 @@ RECIPES = next(folder for folder in (PACKAGE / "recipes", PACKAGE.parent / "exam
 
 def command_line(main: Callable[[list[str]], None]) -> None:
     """
-    Run a script. Input that cannot be used is an error of one line and exit code 2; `python -X dev` shows where it was raised.
+    Run a script. Input that cannot be used is an error of one line and exit code 2; with PYTHONDEVMODE=1 a traceback.
     """
     try:
         main(sys.argv[1:])
     except (ValueError, OSError, FloatingPointError) as error:
         if sys.flags.dev_mode:
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        message = str(error)
+        if "Original Traceback" in message:  # from a process of a data loader, whose own error is the last line
+            message = message.strip().splitlines()[-1].partition(": ")[2]
+        print("error:", " ".join(message.split()), file=sys.stderr)
         raise SystemExit(2) from None
 
 

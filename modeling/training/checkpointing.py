@@ -108,9 +108,11 @@ _locks: dict[Path, Any] = {}  # open files: a lock is gone when its file is clos
 
 def lock(folder: Path) -> None:
     """Reserve a folder for this process until it ends."""
-    import fcntl
-
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
     path = folder.resolve() / ".lock"
     if path in _locks:
         return

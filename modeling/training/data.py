@@ -31,7 +31,7 @@ from .scenes import scenes
 
 LABELS = (
     Path(__file__).parents[1] / "evaluation" / "labels"
-)  # names of classes, one a line, in the order of the classes
+)  # names of classes, one per line, in the order of the classes
 # Data sets that store numbers and no names.
 LABEL_MAPS = {"timm/imagenet-1k-wds": "imagenet1k", "timm/imagenet-12k-wds": "imagenet12k"}
 
@@ -59,7 +59,7 @@ class DataArguments:
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
     label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one a line: a file, or imagenet1k or imagenet12k."}
+        default=None, metadata={"help": "Names of the classes, one per line: a file, or imagenet1k or imagenet12k."}
     )
     streaming: bool = field(
         default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
@@ -81,6 +81,8 @@ def check_data(args: Any) -> None:
     at_least(args, 1, "train_samples", "validation_samples")
     at_least(args, 0, "workers")
     require(args, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
+    if args.label_map is not None:
+        read_label_map(args.label_map)
     for option in ("train_split", "validation_split"):
         if getattr(args, option) == "test":
             raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
@@ -262,7 +264,7 @@ def read_label_map(name: str) -> list[str]:
     for line, label in enumerate(names, start=1):
         if not label or label in seen:
             problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"
-            raise ValueError(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
+            raise ValueError(f"--label_map {path} must have one name per line, each once, but line {line} {problem}.")
         seen[label] = line
     return names
 

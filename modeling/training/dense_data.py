@@ -85,7 +85,7 @@ class DenseDataArguments:
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
     label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one a line: a file, or ade20k or camvid."}
+        default=None, metadata={"help": "Names of the classes, one per line: a file, or ade20k or camvid."}
     )
     reduce_labels: bool | None = field(
         default=None, metadata={"help": "Stored class 0 is ignored, and the others move down by one."}

@@ -39,6 +39,10 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
         )
     check_counts(accelerator, arguments, groups)
     if run.resume:
+        if checkpoints(folder) and not (folder / "arguments.json").exists():
+            accelerator.print(
+                f"{folder} has no arguments.json, so that other arguments than before would go unnoticed."
+            )
         check_resumed(folder, arguments)
     if (folder / "final").exists() and run.resume:
         accelerator.print(f"{run.output_dir} is complete.")

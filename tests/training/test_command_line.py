@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from conftest import EXAMPLES
 from transformers import PreTrainedModel, ViTConfig
 
@@ -107,6 +108,7 @@ BAD = [  # arguments, what is said of them, and the scripts, if not all
     ),
     (["--config_changes", '{"hidden_size": 0}'], "--config_changes: `hidden_size` must be", SCRIPTS[1:4]),
     (["--image_size", 30, 32], "--image_size must be a height and a width, multiples of 8, got 30 32.", DENSE),
+    (["--label_map", "nothing"], "--label_map must be a file or one of ade20k, ", SCRIPTS),
     (["--micro_batch_size", 7, "--batch_size", 8], "--batch_size must be a multiple of --micro_batch_size", SCRIPTS),
 ]
 
@@ -174,6 +176,21 @@ def test_a_later_stage_is_checked_before_the_first_one_runs(tmp_path, monkeypatc
     path.write_text(json.dumps({"output_dir": str(tmp_path / "run"), "stages": stages}))
     assert "--student has widhts" in line_of(distill, [path], monkeypatch, capsys)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_loader_is_told_without_its_traceback(monkeypatch, capsys):
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            raise OSError("None of 4 images can be read.")
+
+    def main(arguments):
+        next(iter(torch.utils.data.DataLoader(Broken(), num_workers=1)))
+
+    monkeypatch.setattr(distill, "main", main)
+    assert line_of(distill, [], monkeypatch, capsys) == "None of 4 images can be read."
 
 
 def test_a_script_ends_with_one_line_and_exit_code_2(tmp_path):

@@ -153,12 +153,13 @@ def test_data_and_models_may_have_moved_when_a_run_resumes(tmp_path):
         checkpointing.check_resumed(tmp_path, {**before, "adaptive_axes": []})
 
 
-def test_a_run_that_has_more_steps_than_are_asked_for_is_refused(tmp_path):
+def test_a_run_that_has_more_steps_than_are_asked_for_is_refused(tmp_path, capsys):
     with pytest.raises(Failure):
         run(tmp_path, evaluate=fail)
     (tmp_path / "arguments.json").unlink()  # as runs of before had none
     with pytest.raises(ValueError, match="has been trained for 6 steps, more than the 5 of this run"):
         run(tmp_path, steps=5, resume=True)
+    assert "has no arguments.json" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_named_with_the_one_before(tmp_path):
