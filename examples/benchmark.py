@@ -33,7 +33,8 @@ class Arguments:
     seconds: float = field(default=20, metadata={"help": "Go on with a comparison for this long, if it is quick."})
     threads: int = field(default=2, metadata={"help": "Threads of torch."})
     smoke: bool = field(
-        default=False, metadata={"help": "A tiny model, once, on one thread: shows that the script runs, not how fast."}
+        default=False,
+        metadata={"help": "A tiny model, once, on one thread: shows that the script runs, not how fast."},
     )
     only: list[str] | None = field(default=None, metadata={"help": "Suites (or cases) to run, all by default."})
     against: str | None = field(default=None, metadata={"help": "Another checkout of this project to compare with."})
