@@ -18,7 +18,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoConfig, AutoImageProcessor
 
 from adaperceiver import AccuracyTable
 from adaperceiver.evaluation.grid import (
@@ -103,7 +103,7 @@ def load_batches(
         check_samples(dataset, kind, len(names) if kind == "segmentation" else None)
     if kind == "segmentation" and mask_names(dataset) != list(names):
         raise ValueError(
-            f"--dataset {data.dataset} and --model {args.model} must have the same classes in the same order."
+            f"--dataset {data.dataset} and --model {args.model} must have the same classes in this order."
         )
     return lambda processor: dense_validation_batches(dataset, processor, args.batch_size, accelerator, kind)
 
@@ -125,20 +125,15 @@ def main(arguments: list[str]) -> None:
     batches_of = load_batches(task, data, args, names, accelerator)
     new_metric = metrics_for(task, config.num_labels, **({"crop": data.crop} if task == "depth-estimation" else {}))
 
-    def batches(name: str, **options: Any) -> tqdm:
-        processor = AutoImageProcessor.from_pretrained(name, **options)
-        return tqdm(batches_of(processor), Path(name).name, unit="batch", disable=not accelerator.is_main_process)
+    def batches(processor: Any, name: str) -> tqdm:
+        return tqdm(batches_of(processor), name, unit="batch", disable=not accelerator.is_main_process)
 
-    grid = (args.tokens, args.widths, args.depths, args.exit_thresholds)
-    rows = evaluate_grid(model, batches(args.model), new_metric, accelerator, *grid)
-    baselines = []
-    for name in args.baselines:
-        options = {"trust_remote_code": args.trust_remote_code}
-        with accelerator.main_process_first():  # eager attention, since torch does not count its fused one on CPUs
-            other = AutoModelForImageClassification.from_pretrained(name, attn_implementation="eager", **options)
-        other = other.eval().to(accelerator.device)
-        scored = (Path(name).name, batches(name, **options), new_metric(), accelerator, args.latency_batch_size)
-        baselines.append(evaluate_classifier(other, *scored))
+    own = batches(AutoImageProcessor.from_pretrained(args.model), Path(args.model).name)
+    rows = evaluate_grid(
+        model, own, new_metric, accelerator, args.tokens, args.widths, args.depths, args.exit_thresholds
+    )
+    options = (args.latency_batch_size, args.trust_remote_code)
+    baselines = [evaluate_classifier(name, batches, new_metric(), accelerator, *options) for name in args.baselines]
     if not accelerator.is_main_process:
         return
     if args.latency_batch_size:

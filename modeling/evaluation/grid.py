@@ -244,19 +244,25 @@ def add_latency(model: nn.Module, rows: list[dict[str, Any]], batch_size: int) -
 
 @torch.no_grad()
 def evaluate_classifier(
-    model: nn.Module,
     name: str,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    batches_of: Callable[[Any, str], Iterable[tuple[torch.Tensor, torch.Tensor]]],
     metric: Any,
     accelerator: Accelerator,
     latency_batch_size: int = 0,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """A row for any image classifier of transformers."""
-    image = None
-    for pixel_values, labels in batches:
+    """
+    A row for any image classifier of transformers. `batches_of` gets its image processor, and its name for a progress bar.
+    """
+    options, label, image = {"trust_remote_code": trust_remote_code}, Path(name).name, None
+    with accelerator.main_process_first():  # eager attention, since torch does not count its fused one on CPUs
+        auto_class = transformers.AutoModelForImageClassification
+        model = auto_class.from_pretrained(name, attn_implementation="eager", **options).eval().to(accelerator.device)
+        processor = transformers.AutoImageProcessor.from_pretrained(name, **options)
+    for pixel_values, labels in batches_of(processor, label):
         metric.add_batch(predictions=model(pixel_values).logits.float(), references=labels)
         image = pixel_values[:1]
-    row = {"model": name, **metric.compute(accelerator=accelerator)}
+    row = {"model": label, **metric.compute(accelerator=accelerator)}
     if image is not None:
         with FlopCounterMode(display=False) as counter:
             model(image)

@@ -274,5 +274,5 @@ def test_classes_that_differ_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"scenes has 10 classes, --model .* 3"):
         run(checkpoint(num_labels=3, id2label=None, label2id=None), tmp_path)
     other = {"id2label": dict(enumerate("abcdefghijk")), "label2id": {name: i for i, name in enumerate("abcdefghijk")}}
-    with pytest.raises(ValueError, match="must have the same classes in the same order"):
+    with pytest.raises(ValueError, match="must have the same classes in this order"):
         run(checkpoint(AdaPerceiverForSemanticSegmentation, "other", **other), tmp_path)
