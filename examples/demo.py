@@ -1,40 +1,30 @@
 """
     make demo
 
-One checkpoint, 200 photographs, many budgets: what AdaPerceiver gets right at each operating point, what that costs, and how
+One checkpoint, 200 photographs, many budgets: the accuracy of AdaPerceiver at several operating points, what that costs, and how
 long it takes on this machine. Nothing is downloaded. The figure goes to `--output`.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset
+import datasets
+import transformers
 from PIL import Image
 from tqdm import tqdm
-from transformers import HfArgumentParser, pipeline
+from transformers import pipeline
 
-from adaperceiver import AdaPerceiverImageClassificationPipeline
+from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverImageClassificationPipeline
 from adaperceiver.adaptive_adaperceiver import interleaved
+from adaperceiver.evaluation.grid import without_choices
+from adaperceiver.evaluation.plots import draw_calls
+from adaperceiver.training.arguments import Parser, command_line
 
 
 ROOT = Path(__file__).parents[1]
-CALLS = [
-    {},
-    {"tokens": 16},
-    {"tokens": 4},
-    {"tokens": 1},
-    {"width": 32},
-    {"width": 8},
-    {"depth": 4},
-    {"depth": 2},
-    {"tokens": 4, "depth": 3},
-    {"tokens": 1, "width": 8, "depth": 1},
-    {"exit_threshold": 0.95},
-    {"exit_threshold": 0.8},
-    {"max_gflops": 0.08},
-]
-BUDGETS = [{}, {"tokens": 4}, {"depth": 2}, {"exit_threshold": 0.8}]  # for the single images
 BATCH = 50
 
 
@@ -53,105 +43,102 @@ class Arguments:
 class Result:
     """What the pipeline said at one operating point."""
 
-    call: dict
-    answers: list[dict]  # label and score, one an image
+    call: dict[str, Any]
     accuracy: float
     gflops: float  # mean over the images: with early exit each has its own
-    milliseconds: float = float("nan")  # an image, in batches
+    milliseconds: float = float("nan")  # per image, in batches
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{key}={value}" for key, value in self.call.items()) or "the full model"
+        return name_of(self.call)
 
 
-def classify(classifier: pipeline, images: list[Image.Image], labels: list[str], call: dict) -> Result:
+def name_of(call: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in call.items()) or "the full model"
+
+
+def calls_for(model: AdaPerceiverForImageClassification) -> list[dict[str, Any]]:
+    """Each axis by itself, two and all of them, early exit, and a budget."""
+    tokens, widths = model.config.token_granularities, model.config.widths
+    last, full = model.config.num_hidden_layers, model.flops()["total"] / 1e9
+    fewer = [{"tokens": count} for count in tokens[-2::-1][:3]]
+    narrower = [{"width": width} for width in widths[-2::-1][:2]]
+    shallower = [{"depth": depth} for depth in (2 * last // 3, last // 3)]
+    together = [{"tokens": tokens[0], "depth": last // 2}, {"tokens": tokens[0], "width": widths[0], "depth": 1}]
+    early = [{"exit_threshold": threshold} for threshold in (0.95, 0.8)]
+    return [{}, *fewer, *narrower, *shallower, *together, *early, {"max_gflops": float(f"{0.75 * full:.1g}")}]
+
+
+def classify(classifier: pipeline, images: list[Image.Image], labels: list[str], call: dict[str, Any]) -> Result:
     found = classifier(images, **call, top_k=1, report=True, batch_size=BATCH)
-    answers = [one["result"][0] for one in found]
-    right = [answer["label"] == label for answer, label in zip(answers, labels)]
+    correct = [one["result"][0]["label"] == label for one, label in zip(found, labels)]
     gflops = [one["report"]["gflops"] for one in found]
-    return Result(call, answers, sum(right) / len(right), sum(gflops) / len(gflops))
+    return Result(call, sum(correct) / len(correct), sum(gflops) / len(gflops))
 
 
 def measure(classifier: pipeline, images: list[Image.Image], results: Sequence[Result]) -> None:
-    """Milliseconds an image of the model alone, in batches; the operating points take turns."""
+    """Milliseconds per image of the model alone, in batches; the operating points take turns."""
     pixel_values = classifier.image_processor(images, return_tensors="pt").pixel_values
     runs = {
         result.name: lambda call=result.call: [classifier.model(part, **call) for part in pixel_values.split(BATCH)]
         for result in results
     }
-    times = interleaved(runs, repeats=5, name="milliseconds")
+    times = interleaved(runs, repeats=5, name="milliseconds" if sys.stderr.isatty() else None)
     for result in results:
         result.milliseconds = times[result.name] / len(images)
 
 
 def print_table(results: Sequence[Result]) -> None:
-    print(f"{'classify(images, ...)':34} {'right':>7} {'GFLOPs':>8} {'ms an image':>12}")
+    print(f"{'classify(images, ...)':34} {'accuracy':>8} {'GFLOPs':>8} {'ms per image':>13}")
     for result in results:
-        print(f"{result.name:34} {result.accuracy:7.1%} {result.gflops:8.3f} {result.milliseconds:12.2f}")
+        print(f"{result.name:34} {result.accuracy:8.1%} {result.gflops:8.3f} {result.milliseconds:13.2f}")
 
 
-def print_images(classifier: pipeline, images: list[Image.Image], labels: list[str]) -> None:
+def print_images(
+    classifier: pipeline, images: list[Image.Image], labels: list[str], calls: Sequence[dict[str, Any]]
+) -> None:
     """One image at a time, as a user would ask."""
-    names = [", ".join(f"{key}={value}" for key, value in call.items()) or "the full model" for call in BUDGETS]
-    print(f"\n{'image':12}" + "".join(f"{name:>22}" for name in names))
+    print(f"\n{'image':12}" + "".join(f"{name_of(call):>22}" for call in calls))
     for image, label in zip(images, labels):
-        best = [classifier(image, **call, top_k=1)[0] for call in BUDGETS]
+        best = [classifier(image, **call, top_k=1)[0] for call in calls]
         print(f"{label:12}" + "".join(f"{one['label'] + ' ' + format(one['score'], '.0%'):>22}" for one in best))
 
 
-def draw(results: Sequence[Result], images: int, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for result in results:
-        early = "exit_threshold" in result.call
-        axes.scatter(result.gflops, 100 * result.accuracy, color="#c0504d" if early else "#3b6fb6", zorder=3)
-        axes.annotate(
-            result.name,
-            (result.gflops, 100 * result.accuracy),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=8,
-            rotation=30,  # points that cost about the same stay readable
-        )
-    axes.set_xlabel("GFLOPs an image (mean)")
-    axes.set_ylabel(f"right, % of {images} images")
-    axes.set_title("One checkpoint at many operating points (red: early exit)")
-    axes.margins(x=0.2, y=0.2)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def main() -> None:
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-    samples = Dataset.from_parquet(arguments.samples)
+def main(arguments: list[str]) -> None:
+    (args,) = Parser([Arguments]).parse(arguments)
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    samples = datasets.Dataset.from_parquet(args.samples)
     images = [image.convert("RGB") for image in samples["image"]]
     labels = [samples.features["label"].int2str(label) for label in samples["label"]]
     classifier = pipeline(
         "image-classification",
-        model=arguments.checkpoint,
+        model=args.checkpoint,
         pipeline_class=AdaPerceiverImageClassificationPipeline,
         device="cpu",
     )
-    config = classifier.model.config
+    model = classifier.model
+    model.adaptive_config = without_choices(model.adaptive_config)  # so that no argument means the full model
+    config = model.config
     print(
-        f"{Path(arguments.checkpoint).name}: {classifier.model.num_parameters() / 1e6:.1f} M parameters, trained for tokens "
+        f"{Path(args.checkpoint).name}: {model.num_parameters() / 1e6:.1f} M parameters, trained for tokens "
         f"{config.token_granularities}, widths {config.widths}, depths 1 to {config.num_hidden_layers}.\n"
-        f"{len(images)} images it was not trained on:\n"
+        f"{len(images)} images that it was not trained on:\n"
     )
-    results = [classify(classifier, images, labels, call) for call in tqdm(CALLS, "operating points", leave=False)]
+    calls = tqdm(calls_for(model), "operating points", leave=False, disable=None)  # no bar without a terminal
+    results = [classify(classifier, images, labels, call) for call in calls]
     measure(classifier, images, results)
     print_table(results)
     noise = 100 * (results[0].accuracy * (1 - results[0].accuracy) / len(images)) ** 0.5
-    print(f"\n{len(images)} images tell accuracies apart to about {noise:.1f} points.")
+    print(f"\nWith {len(images)} images, the standard error of an accuracy is about {noise:.1f} points.")
     step = max(len(images) // 6, 1)
-    print_images(classifier, images[::step], labels[::step])
-    figure = Path(arguments.output) / "accuracy.png"
-    draw(results, len(images), figure)
+    few = [{}, {"tokens": config.token_granularities[0]}, {"depth": 1}, {"exit_threshold": 0.8}]
+    print_images(classifier, images[::step], labels[::step], few)
+    figure = Path(args.output) / "accuracy.png"
+    rows = [{"name": result.name, "gflops": result.gflops, "accuracy": result.accuracy} for result in results]
+    draw_calls(rows, len(images), figure)
     print(f"\nAccuracy against compute is drawn in {figure}.")
 
 
 if __name__ == "__main__":
-    main()
+    command_line(main)

@@ -6,7 +6,6 @@ both never run at the same moment, and the turns are compared pair by pair, each
 Whatever runs in a worker may use only what both checkouts have: public calls of the model.
 """
 
-import csv
 import functools
 import importlib.util
 import os
@@ -26,32 +25,13 @@ import torch
 
 CASES = ("plain", "early_exit", "no_exit", "grid", "training_step")
 BATCHES = (1, 8)
-SMOKE = {
-    "tiny": {
-        "image_size": 32,
-        "patch_size": 8,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_latent_tokens": 16,
-    }
-}
+FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_latent_tokens")
 SIZES = {
-    "medium": {  # half the paper's width, image side and latents; all of its blocks
-        "image_size": 112,
-        "hidden_size": 416,
-        "num_attention_heads": 13,
-        "max_latent_tokens": 128,
-    },
-    "small": {  # shows overheads
-        "image_size": 88,
-        "patch_size": 8,
-        "hidden_size": 192,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "max_latent_tokens": 64,
-    },
+    "medium": (112, 14, 416, 21, 13, 128),  # half the paper's width, image side and latents; all of its blocks
+    "small": (88, 8, 192, 8, 6, 64),  # shows overheads
 }
+SMOKE = {"tiny": (32, 8, 32, 4, 4, 16)}
+COLUMNS = ("case", "batch", "this_ms", "other_ms", "ratio", "lower_quartile", "upper_quartile")
 SLOWER = 1.02
 TOLERANCE = 1e-4  # of outputs
 TURN = 0.1  # seconds that a worker repeats a quick call for, so that the change of turns does not matter
@@ -67,11 +47,11 @@ def load(checkout: Path) -> None:
     spec.loader.exec_module(sys.modules["adaperceiver"])
 
 
-def build(sizes: dict[str, int]) -> torch.nn.Module:
-    """A classifier whose weights depend on their names and shapes alone, and matter: at init, blocks hardly do."""
+def build(size: tuple[int, ...]) -> torch.nn.Module:
+    """A classifier whose weights depend only on their names and shapes, and matter: at init, blocks hardly do."""
     from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
 
-    model = AdaPerceiverForImageClassification(AdaPerceiverConfig(num_labels=10, **sizes))
+    model = AdaPerceiverForImageClassification(AdaPerceiverConfig(num_labels=10, **dict(zip(FIELDS, size))))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -82,14 +62,14 @@ def build(sizes: dict[str, int]) -> torch.nn.Module:
 
 def exit_thresholds(confidences: torch.Tensor) -> list[float]:
     """
-    A threshold for each image that makes it leave at a depth of our choice: one where its confidence has a new maximum, or
+    A threshold for each image that makes it exit at a depth of our choice: one where its confidence has a new maximum, or
     the last. `confidences` are those of the readouts after every block, `(depths, images)`.
     """
-    generator, thresholds, last = random.Random(0), [], len(confidences)
+    generator, thresholds = random.Random(0), []
     for image in confidences.T.tolist():
-        records = [depth for depth in range(1, last) if image[depth - 1] > max([0.0, *image[: depth - 1]]) + 1e-4]
-        depth = generator.choice([*records, last])
-        thresholds.append(1.0 if depth == last else (image[depth - 1] + max([0.0, *image[: depth - 1]])) / 2)
+        before = [max([0.0, *image[:index]]) for index in range(len(image) - 1)]
+        records = [(at + highest) / 2 for at, highest in zip(image, before) if at > highest + 1e-4]
+        thresholds.append(generator.choice([*records, 1.0]))
     return thresholds
 
 
@@ -146,7 +126,7 @@ def work(checkout: str, descriptor: str, threads: str) -> None:
             start = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - start))
-        connection.send(min(times))  # what else the machine does only ever adds
+        connection.send(min(times))  # other work on the machine only ever adds
 
 
 class Worker:
@@ -168,17 +148,19 @@ class Worker:
             self.connection.send(request)
             return self.connection.recv()
         except (EOFError, ConnectionError):
-            raise SystemExit(f"The worker of {self.checkout} has stopped; its error stands above.") from None
+            raise ChildProcessError(f"The worker of {self.checkout} has stopped; its error is above.") from None
 
 
 def compare(other: Path, output: Path, names: Iterable[str], smoke: bool, repeats: int, seconds: float) -> None:
     """
-    Print how fast the cases run here and in the checkout `other`, and which are slower here; write the table to `output`.
+    Print how fast the cases run here and in the checkout `other`, and which are slower here; write against.csv to `output`.
 
     At least `repeats` pairs of turns for each case, and more until `seconds` have passed.
     """
+    from .tables import write_csv  # here, since a worker runs this file as a script
+
     if not all((other / package / "__init__.py").exists() for package in ("modeling", "configuration")):
-        raise SystemExit(
+        raise ValueError(
             f"--against must be a checkout of this project, with modeling/ and configuration/, got {other}"
         )
     this, that = Worker(Path(__file__).parents[2]), Worker(other.resolve())
@@ -190,7 +172,7 @@ def compare(other: Path, output: Path, names: Iterable[str], smoke: bool, repeat
         difference = float(abs(here - there).max()) if here.shape == there.shape else float("inf")
         if not difference <= TOLERANCE:  # nor NaN
             size, batch, case = key
-            raise SystemExit(f"{case} of the {size} model, batch {batch}: outputs differ by {difference:.1e}.")
+            raise ValueError(f"{case} of the {size} model, batch {batch}: outputs differ by {difference:.1e}.")
         worst = max(worst, difference)
     print(f"this: {this.checkout}\nother: {that.checkout}\noutputs differ by at most {worst:.1e}\n")
 
@@ -204,18 +186,14 @@ def compare(other: Path, output: Path, names: Iterable[str], smoke: bool, repeat
             order.reverse()  # neither side always follows the other
         ratios = torch.tensor(times[this]) / torch.tensor(times[that])
         low, ratio, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-        milliseconds = [statistics.median(times[this]), statistics.median(times[that])]
-        rows.append([f"{size} {case}", batch, *(f"{value:.3f}" for value in (*milliseconds, ratio, low, high))])
-        print("{:22} {:5} {:>9} {:>9} {:>6}  {} to {}".format(*rows[-1]), flush=True)
+        medians = (statistics.median(times[this]), statistics.median(times[that]))
+        rows.append(dict(zip(COLUMNS, [f"{size} {case}", batch, *(f"{x:.3f}" for x in (*medians, ratio, low, high))])))
+        print("{:22} {:5} {:>9} {:>9} {:>6}  {} to {}".format(*rows[-1].values()), flush=True)
         if ratio > SLOWER:
             slower.append(f"{size} {case}, batch {batch}" + (" (1 is within the quartiles)" if low <= 1 else ""))
     print("\nMore than 2 % slower than the other checkout:", "; ".join(slower) or "none")
 
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / "against.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case", "batch", "this_ms", "other_ms", "ratio", "lower_quartile", "upper_quartile"])
-        writer.writerows(rows)
+    write_csv(rows, output / "against.csv")
     print(f"Wrote against.csv to {output}.")
 
 

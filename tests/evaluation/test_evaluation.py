@@ -80,7 +80,7 @@ def test_a_grid_scores_what_its_points_score_one_by_one(task, model_class, tiny_
 
 
 @torch.no_grad()
-def test_early_exit_is_read_off_the_grid_as_the_model_would_leave(tiny_model):
+def test_early_exit_is_read_off_the_grid_as_the_model_would_exit(tiny_model):
     model = tiny_model(AdaPerceiverForImageClassification)
     thresholds = [0.2, 0.5, 1.0]
     rows = grid(model, "image-classification", tokens=[4, 16], exit_thresholds=thresholds)
@@ -89,18 +89,44 @@ def test_early_exit_is_read_off_the_grid_as_the_model_would_leave(tiny_model):
     depths = set()
     for row in early:
         call = {name: row[name] for name in ("tokens", "width", "depth", "exit_threshold")}
-        metric, left = evaluation.metrics_for("image-classification", 10)(), []
+        metric, exits = evaluation.metrics_for("image-classification", 10)(), []
         for pixel_values, labels in batches("image-classification"):
             outputs = model(pixel_values, **call)
             metric.add_batch(predictions=outputs.logits, references=labels)
-            left += outputs.exit_depth.tolist()
+            exits += outputs.exit_depth.tolist()
         assert row["top1"] == metric.compute()["top1"]
-        assert row["mean_exit_depth"] == pytest.approx(sum(left) / len(left))
+        assert row["mean_exit_depth"] == pytest.approx(sum(exits) / len(exits))
         point = model.operating_point(**call)
-        costs = [model.flops_at(point._replace(depth=depth), (32, 32), 1)["total"] / 1e9 for depth in left]
+        costs = [model.flops_at(point._replace(depth=depth), (32, 32), 1)["total"] / 1e9 for depth in exits]
         assert row["gflops"] == pytest.approx(sum(costs) / len(costs), rel=1e-5)
-        depths |= set(left)
+        depths |= set(exits)
     assert depths == {1, 2}
+
+
+@torch.no_grad()
+def test_early_exit_in_a_grid_follows_the_probes_and_temperatures_of_the_checkpoint(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, num_hidden_layers=4)
+    rules = [
+        ({"exit_temperatures": [2.0, 1.0, 2.0, 1.0]}, 0.39),
+        ({"exit_after": 2}, 0.39),
+        ({"exit_every": 2}, 0.415),
+    ]
+    for rule, at in rules:
+        model.adaptive_config = AdaptiveConfig(**rule, exit_threshold=0.9, policy="fixed")  # the grid says at which
+        for row in grid(model, "image-classification", tokens=[16], widths=[32], depths=[4], exit_thresholds=[at]):
+            threshold = row["exit_threshold"] or False
+            exits, correct, costs = [], [], []
+            for pixel_values, labels in batches("image-classification"):
+                outputs = model(pixel_values, exit_threshold=threshold)
+                correct += (outputs.logits.argmax(dim=-1) == labels).tolist()
+                exits += [point.depth for point in outputs.operating_points]
+            point = model.operating_point(exit_threshold=threshold)
+            costs = [model.flops_at(point._replace(depth=depth), (32, 32), 1)["total"] / 1e9 for depth in exits]
+            assert row["top1"] == pytest.approx(sum(correct) / len(correct)), rule
+            assert row["gflops"] == pytest.approx(sum(costs) / len(costs), rel=1e-5), rule
+            if threshold:
+                assert row["mean_exit_depth"] == pytest.approx(sum(exits) / len(exits)), rule
+                assert len(set(exits)) > 1, rule
 
 
 def test_one_encoding_at_each_width_serves_all_trained_tokens_and_depths(tiny_model):
@@ -117,7 +143,7 @@ def test_one_encoding_at_each_width_serves_all_trained_tokens_and_depths(tiny_mo
 
 def test_nothing_to_evaluate_is_an_error(tiny_model):
     model = tiny_model(AdaPerceiverForImageClassification)
-    with pytest.raises(SystemExit, match="no image that can be read"):
+    with pytest.raises(ValueError, match="no image that can be read"):
         evaluation.evaluate_grid(
             model, [], evaluation.metrics_for("image-classification", 10), Accelerator(cpu=True), depths=[1]
         )
@@ -129,8 +155,7 @@ def test_nothing_to_evaluate_is_an_error(tiny_model):
 @pytest.fixture
 def checkpoint(tiny_model, tmp_path):
     def save(model_class=AdaPerceiverForImageClassification, name="checkpoint", **changes):
-        from adaperceiver.training.data import LABELS
-        from adaperceiver.training.scenes import MASK_LABELS
+        from adaperceiver.training.scenes import LABELS, MASK_LABELS
 
         names = MASK_LABELS if model_class is AdaPerceiverForSemanticSegmentation else LABELS
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
@@ -172,7 +197,7 @@ def test_the_script_writes_tables_and_plots_and_teaches_the_checkpoint(checkpoin
     vit.save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vit")
     found = run(
-        folder, tmp_path, "--exit_thresholds", "0.5", "--baselines", str(tmp_path / "vit"), "--save_table", "true", "--split", "validation",
+        folder, tmp_path, "--exit_thresholds", "0.5", "--baselines", str(tmp_path / "vit"), "--save_table", "--split", "validation",
         "--latency_batch_size", "2", "--tokens", "2", "8", "16", "24",
     )  # fmt: skip
     assert found["task"] == "image-classification"
@@ -203,7 +228,7 @@ def test_the_script_writes_tables_and_plots_and_teaches_the_checkpoint(checkpoin
 )
 def test_dense_checkpoints_are_evaluated_on_their_own_task(model_class, score, checkpoint, tmp_path):
     folder = checkpoint(model_class)
-    found = run(folder, tmp_path, "--depths", "2", "--save_table", "true", "--split", "validation")
+    found = run(folder, tmp_path, "--depths", "2", "--save_table", "--split", "validation")
     assert len(found["rows"]) == 6 * 3
     assert all(row[score] >= 0 for row in found["rows"])
     table = json.loads(Path(folder, "accuracy_table.json").read_text())
@@ -217,10 +242,10 @@ def test_the_checkpoints_own_defaults_have_no_part_in_the_grid(checkpoint, tmp_p
     assert run(folder, tmp_path, "--depths", "1", "2")["rows"] == plain
 
 
-def test_the_front_has_what_no_cheaper_point_equals():
+def test_the_front_has_the_pareto_optimal_points():
     rows = [{"gflops": cost, "score": score} for cost, score in ((1, 0.5), (2, 0.4), (3, 0.7), (3, 0.8), (4, 0.8))]
-    assert [row["score"] for row in evaluate_model.pareto(rows, "gflops", "score", True)] == [0.5, 0.8]
-    assert [row["score"] for row in evaluate_model.pareto(rows, "gflops", "score", False)] == [0.5, 0.4]
+    assert [row["score"] for row in evaluation.pareto(rows, "gflops", "score", True)] == [0.5, 0.8]
+    assert [row["score"] for row in evaluation.pareto(rows, "gflops", "score", False)] == [0.5, 0.4]
 
 
 @pytest.mark.parametrize(
@@ -228,14 +253,14 @@ def test_the_front_has_what_no_cheaper_point_equals():
     [
         (AdaPerceiverModel, [], "must be a checkpoint with a head"),
         (AdaPerceiverBackbone, [], "must be a checkpoint with a head"),
-        (AdaPerceiverForDepthEstimation, ["--exit_thresholds", "0.5"], "--exit_thresholds need a classifier"),
-        (AdaPerceiverForImageClassification, ["--save_table", "true"], "--save_table needs --split validation"),
+        (AdaPerceiverForDepthEstimation, ["--exit_thresholds", "0.5"], "--exit_thresholds are for classifiers"),
+        (AdaPerceiverForImageClassification, ["--save_table"], "--save_table needs --split validation"),
         (AdaPerceiverForImageClassification, ["--split", "dev"], "scenes must have a split dev, it has"),
-        (AdaPerceiverForDepthEstimation, ["--baselines", "x"], "--baselines are image classifiers"),
+        (AdaPerceiverForDepthEstimation, ["--baselines", "x"], "--baselines are for classifiers"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(model_class, options, message, checkpoint, tmp_path):
-    with pytest.raises((SystemExit, ValueError), match=message):
+    with pytest.raises(ValueError, match=message):
         run(checkpoint(model_class), tmp_path, *options)
     assert not (tmp_path / "out").exists()
 
@@ -249,5 +274,5 @@ def test_classes_that_differ_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"scenes has 10 classes, --model .* 3"):
         run(checkpoint(num_labels=3, id2label=None, label2id=None), tmp_path)
     other = {"id2label": dict(enumerate("abcdefghijk")), "label2id": {name: i for i, name in enumerate("abcdefghijk")}}
-    with pytest.raises(SystemExit, match="must have the same classes in the same order"):
+    with pytest.raises(ValueError, match="must have the same classes in this order"):
         run(checkpoint(AdaPerceiverForSemanticSegmentation, "other", **other), tmp_path)

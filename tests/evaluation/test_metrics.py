@@ -12,6 +12,7 @@ import evaluate
 import numpy as np
 import pytest
 import torch
+from conftest import run
 from PIL import Image
 from sklearn.metrics import accuracy_score, confusion_matrix, jaccard_score, top_k_accuracy_score
 
@@ -63,6 +64,20 @@ def test_metrics_load_by_path_without_a_network(name, monkeypatch):
     assert isinstance(metric, evaluate.Metric)
     assert metric.name == name
     assert "predictions" in metric.add_batch.__doc__
+
+
+def test_metrics_load_from_the_installed_package_away_from_the_repository(tmp_path):
+    code = f"""
+import os
+os.environ["HF_MODULES_CACHE"] = "modules"  # nothing of an earlier load
+import evaluate
+from adaperceiver.evaluation.grid import METRICS
+from adaperceiver.evaluation.running_sums import RunningSums
+for name, options in {OPTIONS}.items():
+    metric = evaluate.load(str(METRICS / name), **options)
+    print(metric.name, isinstance(metric, RunningSums), type(metric).__module__.startswith("evaluate_modules"))
+"""
+    assert run(code, tmp_path).splitlines() == [f"{name} True True" for name in OPTIONS]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

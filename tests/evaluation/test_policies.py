@@ -1,6 +1,7 @@
 """Policies: fixed, the router, functions and compositions, each image at its own operating point."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from adaperceiver import (
     AdaPerceiverImageClassificationPipeline,
     AdaPerceiverModel,
     AdaptiveConfig,
+    OperatingPoint,
 )
+from adaperceiver.evaluation import calibration, policies
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments, as_options, parse
 
 
@@ -351,29 +354,29 @@ def test_policies_are_not_trained_on_streams_or_other_classes(tiny_model, tmp_pa
 def answers_of(model):
     torch.manual_seed(2)
     batches = [(images(size), torch.randint(0, 10, (size,))) for size in (6, 5)]
-    return batches, evaluate_policies.collect(model, batches, Accelerator(cpu=True))
+    return batches, policies.collect(model, batches, Accelerator(cpu=True))
 
 
-@pytest.mark.parametrize("temperatures", [None, [3.0, 0.5]])
+@pytest.mark.parametrize("rule", [{}, {"exit_temperatures": [3.0, 0.5]}, {"exit_after": 2}], ids=str)
 @torch.no_grad()
-def test_every_row_is_what_its_call_would_give(temperatures, model):
-    model.adaptive_config = AdaptiveConfig(exit_temperatures=temperatures)
+def test_every_row_is_what_its_call_would_give(rule, model):
+    model.adaptive_config = AdaptiveConfig(**rule)
     batches, answers = answers_of(model)
-    rows = evaluate_policies.policy_rows(model, answers, [4, 16], [0.3, 0.5])
+    rows = policies.policy_rows(model, answers, [4, 16], [0.3, 0.5])
     assert rows[-1].policy == "oracle"
     assert len(rows) == 2 + 4 + 1 + 2 + 1
     for row in rows[:-1]:
-        right, costs, depths = [], [], []
+        correct, costs, depths = [], [], []
         for pixel_values, labels in batches:
             outputs = model(pixel_values, **row.call)
-            right += (outputs.logits.argmax(dim=-1) == labels).tolist()
+            correct += (outputs.logits.argmax(dim=-1) == labels).tolist()
             tokens = tokens_of(outputs)
-            left = [2] * len(labels) if outputs.exit_depth is None else outputs.exit_depth.tolist()
+            exits = [2] * len(labels) if outputs.exit_depth is None else outputs.exit_depth.tolist()
             point = model.operating_point(**row.call)
-            points = [point._replace(tokens=count, depth=depth) for count, depth in zip(tokens, left)]
+            points = [point._replace(tokens=count, depth=depth) for count, depth in zip(tokens, exits)]
             costs += [model.flops_at(one, None, 1)["total"] / 1e9 for one in points]
-            depths += left
-        assert row.accuracy == pytest.approx(sum(right) / 11), row.policy
+            depths += exits
+        assert row.accuracy == pytest.approx(sum(correct) / 11), row.policy
         assert row.gflops == pytest.approx(sum(costs) / 11, rel=1e-5), row.policy
         if row.exit_depths is not None:
             assert row.exit_depths[1] == pytest.approx(depths.count(1) / 11)
@@ -382,7 +385,7 @@ def test_every_row_is_what_its_call_would_give(temperatures, model):
 @torch.no_grad()
 def test_the_oracle_takes_the_cheapest_point_that_is_right_and_rows_know_the_best_fixed_one(model):
     batches, answers = answers_of(model)
-    row = evaluate_policies.oracle_row(model, answers)
+    row = policies.oracle_row(model, answers)
     grid = [
         {"tokens": tokens, "width": width, "depth": depth}
         for tokens in model.config.token_granularities
@@ -413,7 +416,7 @@ def test_the_oracle_takes_the_cheapest_point_that_is_right_and_rows_know_the_bes
     assert sum(costs) / 11 == pytest.approx(row.gflops, rel=1e-5)
     assert row.tokens == pytest.approx({t: row.call.tokens.count(t) / 11 for t in model.config.token_granularities})
     assert row.exit_depths == pytest.approx({d: row.call.depth.count(d) / 11 for d in (1, 2)})
-    for row in evaluate_policies.policy_rows(model, answers, [4, 16], [0.3]):
+    for row in policies.policy_rows(model, answers, [4, 16], [0.3]):
         affordable = [found[index].item() / 11 for index in cost if cost[index] <= row.gflops * (1 + 1e-6)]
         assert row.best_fixed == pytest.approx(max(affordable)), row.policy
 
@@ -422,7 +425,9 @@ def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
     model.save_pretrained(tmp_path / "model", save_code=False)
     options = ["--validation_samples", "12", "--train_samples", "1", "--batch_size", "5", "--timed_images", "6"]
     evaluate_policies.main(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "100%" in printed.err  # a tick for each timed row
+    printed = printed.out
     table = json.loads((tmp_path / "out" / "policies.json").read_text())["rows"]
     assert len(table) == 6 + 6 * 3 + 1 + 3 + 1
     for row in table:
@@ -431,8 +436,37 @@ def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
         assert row["ms_large_batch"] > 0
     assert len((tmp_path / "out" / "policies.csv").read_text().splitlines()) == 1 + len(table)
     assert (tmp_path / "out" / "policies.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit, match=r"--tokens must be among .* got \[3\]"):
+    with pytest.raises(ValueError, match=r"--tokens must be among .* got \[3\]"):
         evaluate_policies.main(["--model", str(tmp_path / "model"), "--tokens", "3"])
+
+
+def test_accuracies_are_written_before_anything_is_timed(model, tmp_path, capsys, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(*args):
+        assert "oracle" in capsys.readouterr().out
+        raise Stop
+
+    monkeypatch.setattr(policies, "milliseconds", stop)
+    model.save_pretrained(tmp_path / "model", save_code=False)
+    options = ["--validation_samples", "6", "--train_samples", "1", "--tokens", "4", "--exit_thresholds", "0.5"]
+    with pytest.raises(Stop):
+        evaluate_policies.main(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), *options])
+    rows = json.loads((tmp_path / "out" / "policies.json").read_text())["rows"]
+    assert [row["policy"].split()[0] for row in rows] == ["fixed", "early", "router", "router", "oracle"]
+    assert [row["ms_batch_1"] for row in rows] == [None] * 5
+    assert (tmp_path / "out" / "policies.png").exists()
+
+
+@torch.no_grad()
+def test_times_are_there_after_the_first_turn(model):
+    _, answers = answers_of(model)
+    rows = policies.policy_rows(model, answers, [4], [])
+    turns = policies.time_rows(model, rows, images(3), batch_size=2, repeats=2)
+    assert next(turns) == 1
+    assert all(row.ms_batch_1 > 0 and row.ms_large_batch > 0 for row in rows)
+    assert list(turns) == [2]
 
 
 # --- calibration: examples/calibrate.py
@@ -442,21 +476,31 @@ def test_a_temperature_is_found_again():
     torch.manual_seed(0)
     logits = 2 * torch.randn(20_000, 5)
     labels = torch.distributions.Categorical(logits=logits).sample()
-    assert calibrate.fit_temperature(3 * logits, labels) == pytest.approx(3, rel=0.05)
+    assert calibration.fit_temperature(3 * logits, labels) == pytest.approx(3, rel=0.05)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
+def test_no_other_temperature_has_less_cross_entropy(scale):
+    torch.manual_seed(0)
+    logits = torch.randn(300, 5, dtype=torch.float64)
+    labels = torch.distributions.Categorical(logits=logits).sample()
+    losses = lambda values: [torch.nn.functional.cross_entropy(scale * logits / t, labels).item() for t in values]  # noqa: E731
+    (found,) = losses([calibration.fit_temperature(scale * logits, labels)])
+    assert found <= min(losses(torch.linspace(0.05, 20, 2000).tolist())) + 1e-9
 
 
 @pytest.mark.parametrize(("events", "trials"), [(0, 50), (3, 1000), (40, 5000), (49, 50)])
-def test_the_bound_is_that_of_clopper_and_pearson(events, trials):
-    beta = pytest.importorskip("scipy.stats").beta
-    expected = beta.ppf(0.95, events + 1, trials - events)
-    assert calibrate.upper_bound(events, trials, 0.95) == pytest.approx(expected, rel=1e-6)
-    assert calibrate.upper_bound(trials, trials, 0.95) == 1.0
+def test_the_bound_is_where_so_few_events_become_unlikely(events, trials):
+    bound = calibration.upper_bound(events, trials, 0.95)
+    terms = (math.comb(trials, k) * bound**k * (1 - bound) ** (trials - k) for k in range(events + 1))
+    assert sum(terms) == pytest.approx(0.05, rel=1e-6)
+    assert calibration.upper_bound(trials, trials, 0.95) == 1.0
 
 
 def test_the_threshold_holds_on_new_images_as_often_as_promised():
     """Images that are lost at threshold t with probability (1 - t) / 10, calibrated on again and again."""
     torch.manual_seed(0)
-    kept, found = 0, []
+    point, kept, found = OperatingPoint(tokens=1, width=1, depth=2, attention="block"), 0, []
     for _ in range(60):
         confidence, labels = torch.rand(2000), torch.zeros(2000, dtype=torch.long)
         wrong = torch.rand(2000) < (1 - confidence) / 5
@@ -464,7 +508,7 @@ def test_the_threshold_holds_on_new_images_as_often_as_promised():
         first = torch.where((confidence < 0.5)[:, None], first.flip(1), first)  # the surer of two is the confidence
         first = torch.where(wrong[:, None], first.flip(1), first).log()
         last = torch.tensor([[5.0, -5.0]]).expand(2000, 2)  # the full model is always right
-        threshold = calibrate.find_threshold(torch.stack([first, last]), labels, 0.03, 0.9)
+        threshold = calibration.find_threshold(torch.stack([first, last]), labels, point, 0.03, 0.9)
         found.append(threshold)
         # An image leaves if max(c, 1 - c) >= t, and is wrong then with (1 - c) / 5, c uniform.
         grid = torch.linspace(0, 1, 100_001)
@@ -474,43 +518,59 @@ def test_the_threshold_holds_on_new_images_as_often_as_promised():
     assert min(found) < 0.95  # and it does choose
 
 
-def test_calibration_writes_what_calls_then_do(model, tmp_path, capsys):
+def test_calibration_saves_a_checkpoint_that_does_so_and_leaves_the_first_alone(model, tmp_path, capsys):
     for parameter in model.parameters():
         parameter.data.mul_(2)
-    folder = tmp_path / "model"
+    folder, output = tmp_path / "model", tmp_path / "calibrated"
+    model.adaptive_config = AdaptiveConfig(exit_threshold=0.5, exit_every=2)
     model.save_pretrained(folder, save_code=False)
-    options = ["--validation_samples", "60", "--train_samples", "1", "--max_drop", "0.3", "--tokens", "8"]
-    calibrate.main(["--model", str(folder), *options])
-    saved = json.loads((folder / "adaptive_config.json").read_text())
-    assert saved["tokens"] == 8
-    assert len(saved["exit_temperatures"]) == 2
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    options = ["--model", str(folder), "--validation_samples", "60", "--train_samples", "1", "--max_drop", "0.3", "--tokens", "8"]  # fmt: skip
+    calibrate.main([*options, "--output", str(output)])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    saved = json.loads((output / "adaptive_config.json").read_text())
+    assert (saved["tokens"], saved["exit_every"], len(saved["exit_temperatures"])) == (8, 2, 2)
     assert f"exit_threshold {saved['exit_threshold']:.3f}" in capsys.readouterr().out
-    loaded, pixel_values = AdaPerceiverForImageClassification.from_pretrained(folder).eval(), images(16)
+    loaded, pixel_values = AdaPerceiverForImageClassification.from_pretrained(output).eval(), images(16)
     with torch.no_grad():
         outputs = loaded(pixel_values)
-        first = loaded(pixel_values, depth=1, exit_threshold=1.0).logits / saved["exit_temperatures"][0]
-    leaves = first.softmax(dim=-1).amax(dim=-1) >= saved["exit_threshold"]
-    assert_equal(outputs.exit_depth, torch.where(leaves, 1, 2))
+        first = loaded(pixel_values, depth=1, exit_threshold=False).logits / saved["exit_temperatures"][0]
+    exits = first.softmax(dim=-1).amax(dim=-1) >= saved["exit_threshold"]
+    assert_equal(outputs.exit_depth, torch.where(exits, 1, 2))
+    calibrate.main([*options, "--output", str(folder)])  # if it is asked to
+    assert json.loads((folder / "adaptive_config.json").read_text()) == saved
+
+
+@torch.no_grad()
+def test_calibration_reports_what_calls_give(model):
+    torch.manual_seed(3)
+    pixel_values, labels = images(60), torch.randint(0, 10, (60,))
+    point = model.operating_point()
+    logits, _ = calibration.collect(model, [(pixel_values, labels)], point.tokens, point.width, progress=False)
+    found = calibration.calibrate(model, logits, labels, point, max_drop=0.5)
+    check = torch.randperm(60, generator=torch.Generator().manual_seed(0))[36:]
+    call = {"exit_threshold": found.exit_threshold, "exit_temperatures": found.exit_temperatures}
+    outputs = model(pixel_values[check], **call)
+    correct = outputs.logits.argmax(dim=-1) == labels[check]
+    full = model(pixel_values[check]).logits.argmax(dim=-1) == labels[check]
+    assert found.accuracy == pytest.approx(correct.float().mean().item())
+    assert found.full_accuracy == pytest.approx(full.float().mean().item())
+    assert found.lost == pytest.approx((full & ~correct).float().mean().item())
+    assert found.mean_exit_depth == pytest.approx(outputs.exit_depth.float().mean().item())
+    early = model.operating_point(**call)
+    costs = [model.flops_at(early._replace(depth=at), None, 1)["total"] for at in outputs.exit_depth.tolist()]
+    assert found.flops == pytest.approx(sum(costs) / 24 / model.flops()["total"])
+    with pytest.raises(ValueError, match="at least 5 images, got 3"):
+        calibration.calibrate(model, logits[:, :3], labels[:3], point)
 
 
 def test_a_bound_that_cannot_be_met_is_said_and_nothing_is_written(model, tmp_path):
     model.save_pretrained(tmp_path / "model", save_code=False)
-    before = (tmp_path / "model" / "adaptive_config.json").exists()
-    with pytest.raises(SystemExit, match=r"No threshold keeps within --max_drop 0\.001.*at least 0\.\d+"):
-        calibrate.main(
-            [
-                "--model",
-                str(tmp_path / "model"),
-                "--validation_samples",
-                "20",
-                "--train_samples",
-                "1",
-                "--max_drop",
-                "0.001",
-            ]
-        )
-    assert (tmp_path / "model" / "adaptive_config.json").exists() == before
-    with pytest.raises(SystemExit, match=r"--max_drop must be between 0 and 1, got 2\.0"):
+    options = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--train_samples", "1"]
+    with pytest.raises(ValueError, match=r"No threshold keeps within --max_drop 0\.001.*at least 0\.\d+"):
+        calibrate.main([*options, "--validation_samples", "20", "--max_drop", "0.001"])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"--max_drop must be between 0 and 1, got 2\.0"):
         calibrate.main(["--model", "x", "--max_drop", "2.0"])
 
 

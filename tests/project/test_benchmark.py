@@ -1,15 +1,15 @@
-"""examples/benchmark.py --against: two checkouts of the project, a process each, in one table."""
+"""examples/benchmark.py: ratios of suites; and --against, two checkouts of the project, a process each, in one table."""
 
 import csv
 import importlib.util
+import json
 import shutil
-import sys
 
 import pytest
 import torch
 from conftest import ROOT
 
-from adaperceiver.evaluation import checkouts
+from adaperceiver.evaluation import benchmarks, checkouts
 
 
 spec = importlib.util.spec_from_file_location("benchmark_script", ROOT / "examples" / "benchmark.py")
@@ -18,15 +18,44 @@ spec.loader.exec_module(benchmark)
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
+def run(tmp_path):
     def run(*arguments):
-        command = ["benchmark.py", "--smoke", "true", "--output", str(tmp_path / "output"), *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", command)
-        benchmark.main()
+        benchmark.main(["--smoke", "--output", str(tmp_path / "output"), *map(str, arguments)])
         with open(tmp_path / "output" / "against.csv", newline="") as file:
             return list(csv.DictReader(file))
 
     return run
+
+
+def test_a_smoke_run_shows_every_suite_and_judges_nothing(tmp_path, capsys):
+    benchmark.main(["--smoke", "--output", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert "met" not in printed.out
+    assert printed.err == ""  # no bars where there is no terminal
+    table = json.loads((tmp_path / "results.json").read_text())
+    assert {row["suite"] for row in table["rows"]} == set(benchmarks.SUITES)
+    assert all(row["target"] is row["met"] is None and row["ratio"] > 0 for row in table["rows"])
+    with open(tmp_path / "results.csv", newline="") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in table["rows"]]
+    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("target", "met"), [("<= 1.05", True), ("<= 1.0", False), (">= 1.0", True), (">= 1.1", False)]
+)
+def test_ratios_are_judged_by_the_targets_of_the_papers_model(target, met):
+    row = benchmarks.Benchmark(benchmarks.PAPER).row("suite", "name", 1.04, target)
+    assert row.met is met
+    assert f"{target:8} {'met' if met else 'NOT met'} " in str(row)
+
+
+def test_live_memory_is_the_peak_of_what_a_call_makes():
+    first, second = torch.nn.Linear(10, 1000, bias=False), torch.nn.Linear(1000, 10, bias=False)
+    pixel_values = torch.zeros(50, 10)
+    peak = benchmarks.peak_memory(
+        torch.nn.Sequential(first, second), lambda: second(first(pixel_values)), pixel_values
+    )
+    assert peak == pytest.approx((50 * 1000 + 50 * 10) * 4 / 1e6)
 
 
 @pytest.fixture
@@ -71,17 +100,17 @@ def test_the_other_checkout_is_what_runs_there(run, other_checkout):
         )
     )
     assert len(run("--against", other_checkout, "--only", "plain")) == 2  # which computes the same
-    with pytest.raises(SystemExit, match=r"^grid of the tiny model, batch 1: outputs differ by "):
+    with pytest.raises(ValueError, match=r"^grid of the tiny model, batch 1: outputs differ by "):
         run("--against", other_checkout, "--only", "grid")
 
 
 def test_what_cannot_be_compared_is_named(run, other_checkout, tmp_path, capfd):
-    with pytest.raises(SystemExit, match=rf"^--against must be a checkout .*got {tmp_path}$"):
+    with pytest.raises(ValueError, match=rf"^--against must be a checkout .*got {tmp_path}$"):
         run("--against", tmp_path)
-    with pytest.raises(SystemExit, match=r"^--only must be among plain, early_exit, .*, got probes$"):
+    with pytest.raises(ValueError, match=r"^--only must be among plain, early_exit, .*, got probes$"):
         run("--against", ROOT, "--only", "probes")
     (other_checkout / "modeling" / "__init__.py").write_text("from .once_for_all_adaperceiver import Once\n")
-    with pytest.raises(SystemExit, match=rf"^The worker of {other_checkout} has stopped"):
+    with pytest.raises(ChildProcessError, match=rf"^The worker of {other_checkout} has stopped"):
         run("--against", other_checkout, "--only", "plain")
     assert "ImportError: cannot import name 'Once'" in capfd.readouterr().err
 

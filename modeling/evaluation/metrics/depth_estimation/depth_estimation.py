@@ -5,13 +5,14 @@ import math
 import datasets
 import evaluate
 import torch
-from accelerate import Accelerator
+
+from adaperceiver.evaluation.running_sums import RunningSums
 
 
 SCORES = ("rmse", "abs_rel", "log10", "delta1", "delta2", "delta3", "silog")
 
 
-class DepthEstimation(evaluate.Metric):
+class DepthEstimation(RunningSums):
     """
     RMSE, AbsRel, log10, the shares δ1 to δ3 and SILog of each image over its valid pixels, averaged over images.
 
@@ -20,35 +21,13 @@ class DepthEstimation(evaluate.Metric):
     clamped to that range. `crop` is "eigen", the part of NYUv2's frames that the literature evaluates, or "none".
     """
 
-    # evaluate.Metric keeps every map in an Arrow file behind a lock, and joins processes through such files. Sums say as
-    # much: `add`, `add_batch` and `compute` are overridden to keep those alone. Hundreds of metrics can be open at once,
-    # memory does not grow, and Accelerate adds up processes. The arguments after the third are those of `evaluate.load`;
-    # `keep_in_memory` makes no difference.
-    def __init__(
-        self,
-        min_depth: float = 0.001,
-        max_depth: float = 10.0,
-        crop: str = "eigen",
-        *,
-        config_name: str | None = None,
-        cache_dir: str | None = None,
-        experiment_id: str | None = None,
-        hash: str | None = None,
-        keep_in_memory: bool = True,
-        process_id: int = 0,
-        num_process: int = 1,
-    ):
-        if num_process != 1:
-            raise ValueError(f"`num_process` must be 1, got {num_process}; join processes by `compute(accelerator=)`.")
+    def __init__(self, min_depth: float = 0.001, max_depth: float = 10.0, crop: str = "eigen", **of_load):
         if not 0 < min_depth < max_depth:
             raise ValueError(f"`min_depth` must be between 0 and `max_depth`, {max_depth}, got {min_depth}.")
         if crop not in ("eigen", "none"):
             raise ValueError(f"`crop` must be 'eigen' or 'none', got {crop!r}.")
         self.min_depth, self.max_depth, self.crop = min_depth, max_depth, crop
-        self.state = torch.zeros(len(SCORES) + 2, dtype=torch.float64)
-        super().__init__(
-            config_name, cache_dir=cache_dir, process_id=process_id, experiment_id=experiment_id, hash=hash
-        )
+        super().__init__(torch.zeros(len(SCORES) + 2, dtype=torch.float64), **of_load)
 
     def _info(self) -> evaluate.MetricInfo:
         metres = datasets.Sequence(datasets.Sequence(datasets.Value("float32")))
@@ -61,10 +40,6 @@ class DepthEstimation(evaluate.Metric):
             ),
             features=datasets.Features({"predictions": metres, "references": metres}),
         )
-
-    def add(self, *, prediction, reference) -> None:
-        """Adds one image."""
-        self.add_batch(predictions=torch.as_tensor(prediction)[None], references=torch.as_tensor(reference)[None])
 
     def add_batch(self, *, predictions, references) -> None:
         """Adds a batch."""
@@ -89,19 +64,11 @@ class DepthEstimation(evaluate.Metric):
         counts = torch.tensor([len(scores), len(depth) - len(scores)])
         self.state += torch.cat([scores.cpu().double().sum(dim=0), counts])
 
-    def compute(
-        self, *, predictions=None, references=None, accelerator: Accelerator | None = None
-    ) -> dict[str, float]:
+    def scores(self, state: torch.Tensor) -> dict[str, float]:
         """
-        Means over all images added since the last call, on all processes of `accelerator` if that is given; how many they
-        are (`images`) and how many were left out because they have no valid pixel (`skipped_images`).
+        Means over images, how many they are (`images`), and how many were left out because they have no valid pixel
+        (`skipped_images`).
         """
-        given = {"predictions": predictions, "references": references}
-        if given := {name: values for name, values in given.items() if values is not None}:
-            self.add_batch(**given)
-        state, self.state = self.state, torch.zeros_like(self.state)
-        if accelerator is not None and accelerator.num_processes > 1:
-            state = accelerator.reduce(state.to(accelerator.device), "sum").cpu()
         *sums, images, skipped = state.tolist()
         if images == 0:
             got = f"none of the {skipped:.0f} added since the last call"

@@ -5,41 +5,22 @@ from collections.abc import Sequence
 import datasets
 import evaluate
 import torch
-from accelerate import Accelerator
+
+from adaperceiver.evaluation.running_sums import RunningSums
 
 
-class TopKAccuracy(evaluate.Metric):
+class TopKAccuracy(RunningSums):
     """
     Share of samples whose label is among the `k` highest logits, for each of several `k`.
 
     `state` (len(k) + 1) holds how many labels were found for each `k`, and the number of samples.
     """
 
-    # evaluate.Metric keeps every sample in an Arrow file behind a lock, and joins processes through such files. Sums say as
-    # much: `add`, `add_batch` and `compute` are overridden to keep those alone. Hundreds of metrics can be open at once,
-    # memory does not grow, and Accelerate adds up processes. The arguments after the first are those of `evaluate.load`;
-    # `keep_in_memory` makes no difference.
-    def __init__(
-        self,
-        k: int | Sequence[int] = (1, 5),
-        *,
-        config_name: str | None = None,
-        cache_dir: str | None = None,
-        experiment_id: str | None = None,
-        hash: str | None = None,
-        keep_in_memory: bool = True,
-        process_id: int = 0,
-        num_process: int = 1,
-    ):
-        if num_process != 1:
-            raise ValueError(f"`num_process` must be 1, got {num_process}; join processes by `compute(accelerator=)`.")
+    def __init__(self, k: int | Sequence[int] = (1, 5), **of_load):
         self.k = [k] if isinstance(k, int) else list(k)
         if not self.k or len(set(self.k)) < len(self.k) or min(self.k) < 1:
             raise ValueError(f"`k` must be different numbers from 1 up, got {k}.")
-        self.state = torch.zeros(len(self.k) + 1, dtype=torch.int64)
-        super().__init__(
-            config_name, cache_dir=cache_dir, process_id=process_id, experiment_id=experiment_id, hash=hash
-        )
+        super().__init__(torch.zeros(len(self.k) + 1, dtype=torch.int64), **of_load)
 
     def _info(self) -> evaluate.MetricInfo:
         logits = datasets.Sequence(datasets.Value("float32"))
@@ -49,10 +30,6 @@ class TopKAccuracy(evaluate.Metric):
             inputs_description="\n\npredictions: logits (batch, classes); references: labels (batch).",
             features=datasets.Features({"predictions": logits, "references": datasets.Value("int64")}),
         )
-
-    def add(self, *, prediction, reference) -> None:
-        """Adds one sample."""
-        self.add_batch(predictions=torch.as_tensor(prediction)[None], references=torch.as_tensor(reference)[None])
 
     def add_batch(self, *, predictions, references) -> None:
         """Adds a batch."""
@@ -77,22 +54,12 @@ class TopKAccuracy(evaluate.Metric):
         own = logits.gather(1, labels)
         before = torch.arange(classes, device=logits.device) < labels
         rank = ((logits > own) | (logits == own) & before).sum(dim=1)  # of two equal ones the first wins, as in argmax
-        right = (rank[:, None] < torch.tensor(self.k, device=rank.device)).sum(dim=0)
-        self.state += torch.cat([right.cpu(), torch.tensor([len(labels)])])
+        found = (rank[:, None] < torch.tensor(self.k, device=rank.device)).sum(dim=0)
+        self.state += torch.cat([found.cpu(), torch.tensor([len(labels)])])
 
-    def compute(
-        self, *, predictions=None, references=None, accelerator: Accelerator | None = None
-    ) -> dict[str, float]:
-        """
-        `top1`, `top5`, ... of all that was added since the last call, on all processes of `accelerator` if that is given.
-        """
-        given = {"predictions": predictions, "references": references}
-        if given := {name: values for name, values in given.items() if values is not None}:
-            self.add_batch(**given)
-        state, self.state = self.state, torch.zeros_like(self.state)
-        if accelerator is not None and accelerator.num_processes > 1:
-            state = accelerator.reduce(state.to(accelerator.device), "sum").cpu()
-        *right, samples = state.tolist()
+    def scores(self, state: torch.Tensor) -> dict[str, float]:
+        """`top1`, `top5`, ..."""
+        *found, samples = state.tolist()
         if samples == 0:
             raise ValueError("`compute` needs samples: none was added since the last call.")
-        return {f"top{k}": count / samples for k, count in zip(self.k, right)}
+        return {f"top{k}": count / samples for k, count in zip(self.k, found)}
