@@ -15,7 +15,7 @@ from .. import AdaPerceiverConfig, AdaPerceiverForDistillation, AdaPerceiverForI
 from ..evaluation.grid import along_axes, evaluate_grid, metrics_for, table_points
 from .arguments import OptimizationArguments, RunArguments
 from .augmentation import Augment, AugmentationArguments
-from .checks import at_least, check_axes, check_checkpoint, check_config, config_fields, require
+from .checks import at_least, at_most_one, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import DataArguments, MicroBatches, StreamedMicroBatches, validation_batches
 from .loop import draws, normalisation
 from .scenes import teacher as train_teacher
@@ -66,6 +66,22 @@ class DistillationArguments:
         },
     )
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
+    full_share: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the joint loss that the full model has, and of the images that run at full width; by default as "
+            "in the paper: its part of the equal weights."
+        },
+    )
+    partial_gradient: float = field(
+        default=1.0,
+        metadata={
+            "help": "Factor on the gradient that readouts of less than the full model send into blocks and read."
+        },
+    )
+    self_distillation: float = field(
+        default=0.0, metadata={"help": "Weight of the full model's own logits as a second teacher of the others."}
+    )
     distill: str = field(default="logits", metadata={"choices": ["logits", "features"]})
     label_loss: bool = field(default=False, metadata={"help": "Add the label loss to that of the teacher's logits."})
     cached_views: int = field(
@@ -89,7 +105,8 @@ class DistillationArguments:
     def __post_init__(self):
         check_axes(self)
         at_least(self, 1, "teacher_size", "stem_stages")
-        at_least(self, 0, "cached_views", "cached_shift")
+        at_least(self, 0, "cached_views", "cached_shift", "self_distillation")
+        at_most_one(self, "full_share", "partial_gradient")
 
 
 def check(data: DistillationData, augmentation: AugmentationArguments, args: DistillationArguments) -> None:
@@ -211,7 +228,8 @@ def distillation_loss(
     """`loss_of(model, batch, step)`: the loss of a micro-batch against the teacher, over `--adaptive_axes`."""
     accelerator, grid = teacher.accelerator, (config.grid_size, config.grid_size)
     mean, std = normalisation(processor, accelerator)
-    draw = draws(config, args.adaptive_axes, run.seed, optimization, accelerator)
+    fields = {name: getattr(args, name) for name in ("full_share", "partial_gradient", "self_distillation")}
+    draw = draws(config, args.adaptive_axes, run.seed, optimization, accelerator, **fields)
 
     def loss_of(model: torch.nn.Module, batch: dict, step: int) -> torch.Tensor:
         targets = {name: values for name, values in batch.items() if name.startswith("teacher_")}  # of cached views

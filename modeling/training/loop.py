@@ -237,16 +237,24 @@ def loader_from(
 
 
 def draws(
-    config: AdaPerceiverConfig, axes: Sequence[str], seed: int, args: OptimizationArguments, accelerator: Accelerator
+    config: AdaPerceiverConfig,
+    axes: Sequence[str],
+    seed: int,
+    args: OptimizationArguments,
+    accelerator: Accelerator,
+    **fields: float | None,
 ) -> Callable[[dict, int], OnceForAll]:
-    """`draw(batch, step)` is what a micro-batch trains in a step: one draw for the whole effective batch, whoever computes it."""
+    """
+    `draw(batch, step)` is what a micro-batch trains in a step: one draw for the whole effective batch, whoever computes it.
+    `fields` are those of `OnceForAll`.
+    """
     drawn, per_step = {}, args.batch_size // args.micro_batch_size
 
     def draw(batch: dict, step: int) -> OnceForAll:
         if step not in drawn:
             drawn.clear()
             generator = torch.Generator().manual_seed(seed_of(seed, step))
-            drawn[step] = OnceForAll.draw(config, axes, args.batch_size, generator)
+            drawn[step] = OnceForAll.draw(config, axes, args.batch_size, generator, **fields)
         return drawn[step].of_images((batch["micro"] % per_step) * args.micro_batch_size + batch["places"])
 
     return draw

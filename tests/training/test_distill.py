@@ -28,6 +28,7 @@ from transformers import (
     pipeline,
 )
 
+from adaperceiver import OnceForAll
 from adaperceiver.training import augmentation, checkpointing, loop
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments, as_options, parse, shrink
 
@@ -248,6 +249,22 @@ def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(argument
     assert [axes for _, axes, _ in seen] == [["tokens"], ["tokens", "depth"]]
     for started, ended in zip(seen[1][2], first.parameters()):
         assert_equal(started.data, ended.data)
+
+
+def test_the_full_model_may_be_favoured(arguments, tmp_path, monkeypatch):
+    steps = []
+    draw = OnceForAll.draw.__func__
+
+    def noted(cls, *args, **fields):
+        steps.append(draw(cls, *args, **fields))
+        return steps[-1]
+
+    monkeypatch.setattr(OnceForAll, "draw", classmethod(noted))
+    options = {"full_share": 0.5, "partial_gradient": 0.1, "self_distillation": 1.0}
+    distill.main(arguments(steps=2, eval_steps=0, output_dir=tmp_path / "run", **options))
+    assert [step[3:] for step in steps] == [(0.5, 0.1, 1.0)] * 2
+    with pytest.raises(ValueError, match=r"--full_share must be from 0 to 1, got 1\.5"):
+        distill.main(arguments(steps=2, output_dir=tmp_path / "other", full_share=1.5))
 
 
 def test_no_axis_trains_the_full_model_as_a_single_width_does(arguments, tmp_path):
