@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo test lint links benchmark clean
 
 demo: .venv/demo
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -14,6 +14,11 @@ test: lint
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The folders in checkpoints/ load as from the hub; a new one gets links to the code.
+links: .venv/installed
+	$(BIN)/python -c "from pathlib import Path; from adaperceiver.hub_adaperceiver import link_sources; \
+	    [link_sources(path.parent) for path in Path('checkpoints').glob('*/config.json')]"
 
 benchmark: .venv/installed
 	$(BIN)/python examples/benchmark.py

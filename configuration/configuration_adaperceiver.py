@@ -2,6 +2,8 @@
 
 import math
 import operator
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -159,6 +161,10 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         )
         super().__post_init__(**kwargs)
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        replace_links(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def validate_architecture(self) -> None:
         """Check every size; the error names the field, its value and what is allowed."""
         for name in SIZES:
@@ -271,6 +277,15 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         return list(zip([0, *stops[:-1]], stops))
 
 
+def replace_links(folder: str | os.PathLike) -> None:
+    """Make files of the links to source files in `folder`: transformers copies remote code there, into the package else."""
+    for path in Path(folder).glob("*_adaperceiver.py"):
+        if path.is_symlink():
+            source = path.read_bytes()
+            path.unlink()
+            path.write_bytes(source)
+
+
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     try:
@@ -293,4 +308,4 @@ def _check_ascending(name: str, values: list[int], limit_name: str, limit: int) 
         raise ValueError(f"`{name}` must be sorted, without repetition, got {values}.")
 
 
-__all__ = ["AXES", "AdaPerceiverConfig", "check_int"]
+__all__ = ["AXES", "AdaPerceiverConfig", "check_int", "replace_links"]

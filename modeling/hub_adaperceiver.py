@@ -8,6 +8,7 @@ processor, a model card and the source files, which transformers runs with `trus
 import copy
 import hashlib
 import inspect
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 from transformers.utils.hub import hf_api
 
-from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file
+from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file, write_json
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .image_processing_adaperceiver import image_processor_for
 from .tasks_adaperceiver import AUTO_MAP, TASKS
@@ -255,6 +257,13 @@ def unreadable_weights(source: str | os.PathLike, hub_kwargs: dict) -> str:
     return ", ".join(problems)
 
 
+def sources() -> dict[str, Path]:
+    """The source files of this package by name, as they stand side by side in a saved folder."""
+    files = {path.name: path for path in Path(__file__).parent.glob("*_adaperceiver.py")}
+    configuration = Path(inspect.getfile(AdaPerceiverConfig))  # in the package, its sibling here is only an alias
+    return {**files, configuration.name: configuration}
+
+
 def write_sources(folder: str | os.PathLike) -> None:
     """
     Copy the source files to `folder`, side by side.
@@ -263,13 +272,32 @@ def write_sources(folder: str | os.PathLike) -> None:
     and a hash of the configuration file alone. That file gets a fingerprint of all others, so that two folders of the
     same name never share a model class unless all their code is the same.
     """
-    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*_adaperceiver.py")}
-    path = Path(inspect.getfile(AdaPerceiverConfig))  # in the package, its sibling here is only an alias
-    sources[path.name] = path.read_text(encoding="utf-8").split(FINGERPRINT)[0]
-    digest = hashlib.sha256("".join(text for _, text in sorted(sources.items())).encode()).hexdigest()
-    sources[path.name] += f"{FINGERPRINT}{digest}\n"
-    for name, text in sources.items():
-        Path(folder, name).write_text(text, encoding="utf-8")
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sources().items()}
+    name = Path(inspect.getfile(AdaPerceiverConfig)).name
+    texts[name] = texts[name].split(FINGERPRINT)[0]
+    digest = hashlib.sha256("".join(text for _, text in sorted(texts.items())).encode()).hexdigest()
+    texts[name] += f"{FINGERPRINT}{digest}\n"
+    for name, text in texts.items():
+        path = Path(folder, name)
+        path.unlink(missing_ok=True)  # writing to a link of `link_sources` would change the package
+        path.write_text(text, encoding="utf-8")
+
+
+def link_sources(folder: str | os.PathLike) -> None:
+    """
+    Make a saved folder work by itself without a copy of the source files: relative links to those of this package, and
+    the entries of its config that name them. For checkpoints that are kept in one repository with the code.
+    """
+    path = Path(folder, CONFIG_NAME)
+    config = json.loads(path.read_text(encoding="utf-8"))
+    modeling = import_module(f"{package_of(__name__)}.modeling_adaperceiver")
+    task = getattr(modeling, config["architectures"][0]).task
+    config |= {"auto_map": AUTO_MAP, "custom_pipelines": custom_pipelines(task)}
+    write_json(dict(sorted(config.items())), path)
+    for name, source in sources().items():
+        link = Path(folder, name)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(source, Path(folder).resolve()))
 
 
 def custom_pipelines(task: str) -> dict[str, dict]:
@@ -346,4 +374,4 @@ def push(
     return model._upload_modified_files(folder, repo_id, before, token=token, revision=revision, **commit_kwargs)
 
 
-__all__ = ["HubMixin"]
+__all__ = ["HubMixin", "link_sources"]

@@ -25,7 +25,7 @@ from transformers.models.segformer.image_processing_pil_segformer import Segform
 from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
-from .configuration_adaperceiver import AdaPerceiverConfig
+from .configuration_adaperceiver import AdaPerceiverConfig, replace_links
 
 
 IGNORE_INDEX = 255  # the label of pixels that do not count
@@ -158,6 +158,10 @@ class AdaPerceiverImageProcessing:
             for depth, size in zip(depths, sizes)
         ]
         return [{"predicted_depth": depth} for depth in resized]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> Any:
+        replace_links(save_directory)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         # Whoever saves the processor (a pipeline, a trainer), the folder keeps pointing at this file.
