@@ -4,7 +4,7 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
@@ -26,6 +26,26 @@ SIZES = (
 POSITIVE = ("ffn_ratio", "layer_norm_eps", "rope_theta", "min_depth", "distillation_temperature")
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob")
 NOT_NEGATIVE = ("initializer_range", "position_init_std", "token_init_std", "layerscale_value")
+
+
+class CustomPipelines(dict):
+    """
+    The pipelines of a saved folder. transformers infers the task where there is one alone: the head's is written to the file,
+    and that of the features, which every folder has, is found when it is asked for.
+    """
+
+    features: ClassVar[dict[str, dict[str, Any]]] = {
+        "image-feature-extraction": {
+            "impl": "pipeline_adaperceiver.AdaPerceiverImageFeatureExtractionPipeline",
+            "pt": ["AutoModel"],
+        }
+    }
+
+    def __contains__(self, task: object) -> bool:
+        return super().__contains__(task) or task in self.features
+
+    def __missing__(self, task: str) -> dict[str, Any]:
+        return dict(self.features[task])
 
 
 @strict
@@ -160,6 +180,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
         )
         super().__post_init__(**kwargs)
+        if "custom_pipelines" in vars(self):
+            self.custom_pipelines = CustomPipelines(self.custom_pipelines)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         replace_links(save_directory)

@@ -192,6 +192,10 @@ class HubMixin:
         Where weights are new (a head for other labels, say), what was found out with the old ones is left behind:
         see `drop_scores`.
         """
+        # Not at the top, since that file imports the models; it tells `pipeline` which pipelines ours need. The remote loader
+        # brings files along that an import of any kind names.
+        from .pipeline_adaperceiver import AdaPerceiverPipelineMixin  # noqa: F401
+
         source = pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         if source is not None:
@@ -302,10 +306,6 @@ def link_sources(folder: str | os.PathLike) -> None:
 
 def custom_pipelines(task: str) -> dict[str, dict]:
     """The entry of the config by which `pipeline(task, folder)` finds the pipeline that takes adaptive arguments."""
-    # Not at the top, since that file imports the models. An import of any kind makes the remote loader bring the file
-    # along, without which a model that was loaded so could not be saved again.
-    from .pipeline_adaperceiver import AdaPerceiverPipelineMixin  # noqa: F401
-
     return {task: {"impl": f"pipeline_adaperceiver.{TASKS[task].pipeline_class}", "pt": [TASKS[task].auto_class]}}
 
 

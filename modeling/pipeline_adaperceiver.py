@@ -11,11 +11,12 @@ from transformers import (
     ImageFeatureExtractionPipeline,
     ImageSegmentationPipeline,
 )
+from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.utils import ModelOutput
 
 from .adaptive_adaperceiver import ADAPTIVE_KWARGS, PER_IMAGE_FIELDS, AdaptiveConfig
 from .image_processing_adaperceiver import open_image, to_rgb
-from .modeling_adaperceiver import AdaptiveOutput
+from .modeling_adaperceiver import AdaPerceiverPreTrainedModel, AdaptiveOutput
 from .tasks_adaperceiver import TASKS
 
 
@@ -59,8 +60,7 @@ class AdaPerceiverPipelineMixin:
 
     def check_model_type(self, supported_models: Any) -> None:
         """By name: no list of transformers has these classes, and remote code brings copies of them."""
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # under PEFT
-        needed = TASKS[self.task_name].model_class
+        model, needed = without_adapters(self.model), TASKS[self.task_name].model_class
         if needed not in {base.__name__ for base in type(model).__mro__}:
             raise TypeError(f"`model` of {type(self).__name__} must be of {needed}, got {type(model).__name__}.")
 
@@ -138,6 +138,10 @@ class AdaPerceiverPipelineMixin:
         return {"result": result, "report": report_of(model_outputs)} if report else result
 
 
+def without_adapters(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT
+
+
 def report_of(model_outputs: ModelOutput) -> dict[str, Any]:
     """The report of the image that `model_outputs` hold: in a list of one, unless they come from a larger batch."""
     report = model_outputs["report"]
@@ -173,6 +177,23 @@ class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, Imag
         model_outputs["last_hidden_state"] = model_outputs["last_hidden_state"][:, :tokens]
         return super().postprocess(model_outputs, **kwargs)
 
+
+def choosing_by_model(stock: type, ours: type) -> type:
+    """A class that makes our pipelines of our models, and those of transformers of all others."""
+
+    class ChoosingByModel(stock):
+        def __new__(cls, model: Any = None, **kwargs) -> Any:
+            chosen = ours if isinstance(without_adapters(model), AdaPerceiverPreTrainedModel) else stock
+            return chosen(model=model, **kwargs)
+
+    return ChoosingByModel
+
+
+# A model in memory says nothing to `pipeline(task, model=model)`, and the pipelines of transformers swallow what they do not know.
+for pipeline_class in AdaPerceiverPipelineMixin.__subclasses__():
+    entry = PIPELINE_REGISTRY.supported_tasks[pipeline_class.task_name]
+    choosing = choosing_by_model(entry["impl"], pipeline_class)
+    PIPELINE_REGISTRY.supported_tasks[pipeline_class.task_name] = {**entry, "impl": choosing}
 
 __all__ = [
     "AdaPerceiverDepthEstimationPipeline",
