@@ -278,10 +278,12 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def sub_config(self, tokens: int, width: int, depth: int) -> "AdaPerceiverConfig":
         """The config of the sub-network of the first `tokens` latents, `width` units and `depth` blocks."""
-        tokens = min(tokens, self.max_latent_tokens)
+        granularities = self.token_granularities  # all cut the mask beyond the training length too, no other does
+        if tokens < self.max_latent_tokens:
+            granularities = [stop for _, stop in self.token_groups(tokens, "block")]
         changes = {
-            "max_latent_tokens": tokens,
-            "token_granularities": [stop for _, stop in self.token_groups(tokens, "block")],
+            "max_latent_tokens": min(tokens, self.max_latent_tokens),
+            "token_granularities": granularities,
             "max_width": width,
             "widths": [trained for trained in self.widths if trained < width] + [width],
             "num_hidden_layers": depth,

@@ -215,7 +215,7 @@ class HubMixin:
             if new:
                 model.drop_scores(f"{new[0]} is new, {source} has none of its size")
         if adaptive_config is not None:
-            model.adaptive_config = adaptive_config.copy()
+            model.adaptive_config = AdaptiveConfig().update(adaptive_config)
         return (model, info) if output_loading_info else model
 
     def drop_scores(self, reason: str) -> None:

@@ -122,7 +122,8 @@ class AdaPerceiverImageProcessing:
         return_tensors: str | TensorType | None,
         **kwargs,
     ) -> BatchFeature:
-        data = super()._preprocess_image_like_inputs(images, return_tensors=None, **kwargs)
+        images = self._prepare_image_like_inputs(images, **kwargs)
+        data = self._preprocess(images, return_tensors=None, **kwargs)
         if segmentation_maps is not None:
             maps = self._prepare_images_structure(segmentation_maps, expected_ndims=2)
             if len(maps) != len(data["pixel_values"]):
@@ -130,6 +131,12 @@ class AdaPerceiverImageProcessing:
                     f"`segmentation_maps` must be one per image, got {len(maps)} for {len(data['pixel_values'])} images."
                 )
             maps = [label_map(segmentation_map, do_reduce_labels) for segmentation_map in maps]
+            for image, labels in zip(images, maps):
+                if tuple(image.shape[-2:]) != labels.shape:
+                    raise ValueError(
+                        f"`segmentation_maps` must be as large as their images, got {labels.shape} for an image of "
+                        f"{tuple(image.shape[-2:])}."
+                    )
             maps = self._prepare_image_like_inputs(maps, expected_ndims=2, input_data_format=ChannelDimension.FIRST)
             as_labels = {"resample": PILImageResampling.NEAREST, "do_rescale": False, "do_normalize": False}
             labels = self._preprocess(maps, return_tensors=None, **{**kwargs, **as_labels})["pixel_values"]

@@ -263,8 +263,12 @@ class AdaPerceiverEmbeddings(nn.Module):
             input_tokens = self.ffn(self.norm(input_tokens))
         return self.dropout(input_tokens)
 
-    def check(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None) -> None:
+    def check(self, pixel_values: torch.Tensor | None, interpolate_pos_encoding: bool | None = None) -> None:
         channels, patch, side = self.config.num_channels, self.config.patch_size, self.config.image_size
+        if pixel_values is not None and not isinstance(pixel_values, torch.Tensor):
+            raise TypeError(
+                f"`pixel_values` must be a tensor of shape (batch, {channels}, height, width), got {type(pixel_values).__name__}."
+            )
         if pixel_values is None or pixel_values.ndim != 4 or pixel_values.shape[1] != channels:
             shape = None if pixel_values is None else tuple(pixel_values.shape)
             raise ValueError(f"`pixel_values` must be of shape (batch, {channels}, height, width), got {shape}.")

@@ -27,11 +27,13 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .adaptive_adaperceiver import (
+    ALIKE,
     AdaptiveConfig,
     AdaptiveMixin,
     OperatingPoint,
     split_kwargs,
     with_adaptive_arguments,
+    without_saved,
 )
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .hub_adaperceiver import HubMixin
@@ -197,6 +199,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
             axes = self.config.adaptive_axes
             if not axes or not self.training or named or all(target is None for target in targets.values()):
                 return None
+            self.base_model.embeddings.check(pixel_values)
             step = OnceForAll.draw(self.config, axes, pixel_values.shape[0])
         elif named:
             raise TypeError(f"`once_for_all` says where the model runs, got {', '.join(named)} beside it.")
@@ -250,8 +253,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         for name in decided:
             if name in kwargs:
                 raise TypeError(f"`{name}` is not an argument here.")
-        defaults = {"exit_threshold": False, "policy": "fixed"}  # whatever the checkpoint turns on
-        point, kwargs = self.resolve(pixel_values, {**defaults, **kwargs, **decided})
+        point, kwargs = self.resolve(pixel_values, without_saved({**kwargs, **decided}, **ALIKE))
         if point.per_image() or point.exit_threshold is not None or point.policy:
             raise ValueError(
                 "All images run at one operating point here: no values per image, no `exit_threshold`, no `policy`."
@@ -325,10 +327,19 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         The sub-network of an operating point as a model of its own: weights sliced, config adjusted, outputs equal to
         this model's at that point. Values that are not given are those of `adaptive_config`, or the full ones.
         """
-        point = self.operating_point(tokens=tokens, width=width, depth=depth)
+        given = {"tokens": tokens, "width": width, "depth": depth}
+        if self.latency_profile is None and any(value is not None for value in given.values()):
+            given = without_saved(given, max_latency_ms=False)
+        point = self.operating_point(**given)
+        for name in point.per_image().keys() & given.keys():
+            raise ValueError(f"`{name}` must be one value for `extract`, got {given[name]!r}.")
         config = self.config.sub_config(point.tokens, point.width, point.depth)
         model = type(self)(config).to(dtype=self.dtype, device=self.device)
         ours = self.state_dict()
+        if missing := model.state_dict().keys() - ours.keys():
+            raise ValueError(
+                f"`extract` needs plain weights, got none for {min(missing)}: merge adapters first (`merge_and_unload`)."
+            )
         for name, tensor in model.state_dict().items():  # hidden units and blocks nest: the first ones of each
             tensor.copy_(ours[name][tuple(slice(size) for size in tensor.shape)])
         # Beyond the training length RoPE depends on the number of tokens, so it stays an argument there.
@@ -452,7 +463,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
     ) -> tuple[torch.Tensor, list[torch.Tensor], Rope]:
         """One pass of the full model for a once-for-all step: input tokens, the latents after every block, and RoPE."""
         config, (_, kwargs) = self.config, split_kwargs(kwargs)
-        if captured := self._captured(kwargs):
+        if captured := self.captured(kwargs):
             raise ValueError(f"`{captured[0]}` has no place in a once-for-all step, which trains many configurations.")
         point = OperatingPoint(config.max_latent_tokens, step.width, config.num_hidden_layers, config.attention_type)
         input_tokens, _ = self.embed(pixel_values, point, kwargs)
@@ -474,7 +485,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         `run` for all images, or for each group of images that agree in tokens, width and depth, at its own cost; the results
         come back in order. Widths that differ are masked instead where the batch must stay whole.
         """
-        captured = self._captured(kwargs)
+        captured = self.captured(kwargs)
         whole = point.exit_threshold is None and (self.training or captured)
         differ = point.per_image().keys() - {"exit_threshold"} - ({"width"} if whole else set())
         if captured and (differ or point.exit_threshold is not None):
@@ -504,7 +515,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             **{name: torch.cat([outputs[name] for outputs in results])[order] for name in results[0]}
         )
 
-    def _captured(self, kwargs: dict) -> list[str]:
+    def captured(self, kwargs: dict) -> list[str]:
         """Those of what transformers' hooks record that a call, or else the config, asks for."""
         names = ("output_hidden_states", "output_attentions")
         return [name for name in names if (getattr(self.config, name) if kwargs.get(name) is None else kwargs[name])]
@@ -584,6 +595,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         model = self.adaperceiver
         point, kwargs = self.resolve(pixel_values, kwargs)
         input_tokens, point = model.embed(pixel_values, point, kwargs)
+        if point.exit_threshold is not None and self.config.num_labels < 2:  # a single label is always certain
+            raise ValueError(f"`exit_threshold` needs at least 2 labels, got `num_labels` {self.config.num_labels}.")
         if point.exit_threshold is None:
             return model(operating_point=point, input_tokens=input_tokens, **kwargs), kwargs
         outputs = model.run_in_groups(self.encode_until_confident, input_tokens, point, kwargs)
@@ -917,7 +930,7 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
-            Class of each pixel; pixels of `config.semantic_loss_ignore_index` (255) are ignored.
+            Class of each pixel, at any size, to which the logits are resized for the loss; pixels of `config.semantic_loss_ignore_index` (255) are ignored.
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
@@ -978,7 +991,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
-            Depth of each pixel; values outside `(0, config.max_depth]` and NaN are ignored.
+            Depth of each pixel, at any size, to which the prediction is resized for the loss; values outside `(0, config.max_depth]` and NaN are ignored.
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
         """
@@ -1020,7 +1033,7 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> AdaPerceiverBackboneOutput:
         """Feature maps are of shape `(batch, hidden_size, height / patch_size, width / patch_size)`."""
         model, last = self.adaperceiver, max(self.stages)
-        point, kwargs = self.resolve(pixel_values, kwargs)
+        point, kwargs = self.resolve(pixel_values, without_saved(kwargs, policy="fixed"))
         input_tokens, point = model.embed(pixel_values, point, kwargs)
         if point.per_image() or point.exit_threshold is not None or point.depth < last:
             raise ValueError(

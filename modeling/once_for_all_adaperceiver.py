@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from .configuration_adaperceiver import AdaPerceiverConfig
+from .configuration_adaperceiver import AdaPerceiverConfig, check_int
 from .layers_adaperceiver import AdaPerceiverDenseReadout, Rope, is_hooked
 
 
@@ -87,6 +87,8 @@ class OnceForAll(NamedTuple):
             raise ValueError(
                 f"`depth_tokens` must hold one count for each of {layers} blocks, got {self.depth_tokens}."
             )
+        for width in self.width if isinstance(self.width, tuple) else (self.width,):
+            check_int("width", width, 1, config.max_width)
         if isinstance(self.width, tuple) and len(self.width) != batch_size:
             raise ValueError(f"`width` must be one, or one for each of {batch_size} images, got {len(self.width)}.")
 

@@ -54,7 +54,7 @@ class AdaPerceiverPipelineMixin:
 
     def __init__(self, *args, adaptive_config: AdaptiveConfig | None = None, **kwargs):
         given = {name: kwargs.pop(name) for name in ADAPTIVE_KWARGS if name in kwargs}
-        self.adaptive_defaults = (adaptive_config or AdaptiveConfig()).update(**given)
+        self.adaptive_defaults = AdaptiveConfig().update(adaptive_config, **given)
         super().__init__(*args, **kwargs)
         self.adaptive_defaults.validate(self.model.config)
 
