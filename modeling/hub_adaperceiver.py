@@ -13,8 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -103,8 +102,8 @@ class HubMixin:
         def save(name: str) -> None:
             if writes:
                 self._save_beside_weights(save_directory, name, save_code, model_card)
-            with self._config_to_save(save_code):
-                super(HubMixin, self).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+            model = self._copy_to_save(save_code)
+            super(HubMixin, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
 
         name = os.path.basename(os.path.abspath(save_directory))
         if not (push_to_hub and writes):
@@ -153,29 +152,25 @@ class HubMixin:
         elif text is not None:
             logger.warning(f"`model_card` is not written, since {path} exists.")
 
-    @contextmanager
-    def _config_to_save(self, save_code: bool) -> Iterator[None]:
+    def _copy_to_save(self, save_code: bool) -> Any:
         """
-        Within, `self.config` is a copy that says how the folder is to be loaded.
+        This model with a config that says how the folder is to be loaded. Its weights are those of this model, whose config
+        never changes.
 
         transformers would add the code of classes that came from remote code, whatever `save_code` says: not for ours.
         """
-        config, ours = self.config, package_of(type(self).__module__) == package_of(__name__)
-        self.config = copy.deepcopy(config)
-        self.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
-        self.config._auto_class = None
+        model, ours = copy.copy(self), package_of(type(self).__module__) == package_of(__name__)
+        model.config = copy.deepcopy(self.config)
+        model.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
+        model.config._auto_class = None
         for name in ("auto_map", "custom_pipelines"):
-            vars(self.config).pop(name, None)
+            vars(model.config).pop(name, None)
         if save_code:
-            self.config.auto_map = dict(AUTO_MAP)
-            self.config.custom_pipelines = custom_pipelines(self.task)
+            model.config.auto_map = dict(AUTO_MAP)
+            model.config.custom_pipelines = custom_pipelines(self.task)
         if ours or not save_code:
-            self.is_remote_code = lambda: False
-        try:
-            yield
-        finally:
-            self.config = config
-            vars(self).pop("is_remote_code", None)
+            model.is_remote_code = lambda: False
+        return model
 
     @classmethod
     def from_pretrained(

@@ -957,11 +957,11 @@ class AdaPerceiverDepthHead(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """(batch, feature_size, height, width) -> (batch, 1, 4 x height, 4 x width), in metres"""
         features = resize(features, (4 * features.shape[-2], 4 * features.shape[-1]))
-        weights = self.bins(self.dropout(features)).relu() + 0.1
+        weights = self.bins(self.dropout(features)).float().relu() + 0.1  # sums over many bins need float32
         weights = weights / weights.sum(dim=1, keepdim=True)
         low, high = self.config.min_depth, self.config.max_depth
-        centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device, dtype=weights.dtype)
-        depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None]
+        centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device)
+        depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None].to(features.dtype)
         return depth if self.training else depth.clamp(low, high)
 
     def flops(self, positions: int) -> int:

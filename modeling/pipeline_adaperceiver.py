@@ -1,6 +1,6 @@
 """Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import PIL.Image
@@ -30,7 +30,7 @@ class ChosenImage(NamedTuple):
 class ChosenDataset(Dataset):
     """A dataset of inputs with one value per input for some arguments."""
 
-    def __init__(self, images: Dataset, values: dict[str, list]):
+    def __init__(self, images: Sequence | Dataset, values: dict[str, list]):
         self.images, self.values = images, values
 
     def __len__(self) -> int:
@@ -84,13 +84,16 @@ class AdaPerceiverPipelineMixin:
         values = {name: kwargs[name] for name in PER_IMAGE_FIELDS if name in kwargs}
         values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
         values = {name: list(value) for name, value in values.items() if isinstance(value, (list, tuple))}
-        if values:
+        # A column of a dataset (or a tuple) is taken like a list, but opens one image at a time.
+        is_list = isinstance(inputs, Sequence) and not isinstance(inputs, str)
+        if is_list or values:
             inputs = self._choose_per_image(inputs, values)
-        return super().__call__(inputs, **{name: value for name, value in kwargs.items() if name not in values})
+        results = super().__call__(inputs, **{name: value for name, value in kwargs.items() if name not in values})
+        return list(results) if is_list else results
 
-    def _choose_per_image(self, inputs: Any, values: dict[str, list]) -> "list[ChosenImage] | ChosenDataset":
+    def _choose_per_image(self, inputs: Any, values: dict[str, list]) -> ChosenDataset:
         for name, choices in values.items():
-            if not isinstance(inputs, (list, Dataset)) or not isinstance(inputs, Sized):
+            if not isinstance(inputs, (Sequence, Dataset)) or not isinstance(inputs, Sized):
                 raise ValueError(
                     f"`{name}` with one value per image needs a list or a dataset with a length, got "
                     f"{type(inputs).__name__}: give one value for all, or make a list of the images."
@@ -99,8 +102,7 @@ class AdaPerceiverPipelineMixin:
                 raise ValueError(
                     f"`{name}` must be one value, or one per image of the {len(inputs)}, got {len(choices)} values."
                 )
-        chosen = ChosenDataset(inputs, values)
-        return list(chosen) if isinstance(inputs, list) else chosen
+        return ChosenDataset(inputs, values)
 
     def preprocess(self, image: Any, timeout: float | None = None, **kwargs) -> dict[str, Any]:
         image, choices = image if isinstance(image, ChosenImage) else (image, {})

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import accelerate
@@ -15,7 +17,13 @@ import pytest
 import torch
 from conftest import MODEL_CLASSES, ROOT, TINY, aligned, assert_equal, images
 from huggingface_hub import ModelCard
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, BitImageProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    BitImageProcessor,
+    PreTrainedModel,
+)
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import adaperceiver
@@ -111,6 +119,22 @@ def test_saving_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):
     assert model.config.to_dict() == before
     assert config_of(tmp_path)["output_tokens"] == "dense"
     assert config_of(tmp_path)["architectures"] == ["AdaPerceiverForSemanticSegmentation"]
+
+
+def test_saves_in_threads_never_change_the_config_in_memory(tiny_model, tmp_path, monkeypatch):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    config, both, save, seen = model.config, Barrier(2), PreTrainedModel.save_pretrained, []
+
+    def together(self, *args, **kwargs):
+        both.wait(timeout=60)
+        seen.append(model.config)
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", together)
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(lambda index: model.save_pretrained(tmp_path / str(index), save_code=index > 0), range(2)))
+    assert all(one is config for one in (*seen, model.config))
+    assert ["auto_map" in config_of(tmp_path / str(index)) for index in range(2)] == [False, True]
 
 
 def test_a_failed_save_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):

@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 import torch
 from conftest import assert_equal, run
-from datasets import Dataset, Image
+from datasets import Column, Dataset, Image
 from transformers import pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
@@ -138,8 +138,12 @@ def in_dataset(pictures):
     return KeyDataset(dataset, "picture")
 
 
+def in_column(pictures):
+    return in_dataset(pictures).dataset["picture"]
+
+
 @every_task
-@pytest.mark.parametrize("form", [list, in_generator, in_dataset])
+@pytest.mark.parametrize("form", [list, tuple, in_generator, in_dataset, in_column])
 def test_many_images_come_back_in_order_whatever_holds_them(make, task, form):
     pipe = make(task, **POINT)
     results = list(pipe(form(PICTURES), batch_size=2))
@@ -148,8 +152,15 @@ def test_many_images_come_back_in_order_whatever_holds_them(make, task, form):
         assert_same(result, pipe(picture))
 
 
+def test_a_column_of_a_dataset_is_taken_like_a_list(make):
+    pipe, column = make("image-classification"), in_column(PICTURES)
+    assert type(column) is Column
+    assert isinstance(pipe(column), list)
+    assert pipe(column[:0]) == pipe([]) == []
+
+
 @every_task
-@pytest.mark.parametrize("form", [list, in_dataset])
+@pytest.mark.parametrize("form", [list, in_dataset, in_column])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_values_per_image_reach_their_images_alone(make, task, form, batch_size):
     pipe = make(task)
