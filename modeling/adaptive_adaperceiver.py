@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Where an AdaPerceiver runs: the operating point of a call, the defaults of a checkpoint, and budgets.
 

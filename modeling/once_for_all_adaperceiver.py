@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Once-for-all training: one encoder pass trains every number of tokens, every width and every depth.
 

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
 
 from collections.abc import Sequence, Sized
