@@ -16,6 +16,7 @@ test: lint
 # TRF057: docstrings must be made by `@auto_docstring`, from tables inside transformers. Ours say it themselves.
 NOT_OURS := TRF041|TRF057
 
+# mypy sees the package as setup.cfg lays it out.
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -23,6 +24,8 @@ lint: .venv/installed
 	sed -E '/^\[rules\.($(NOT_OURS))\]/,/^default_enabled/s/^default_enabled = true/default_enabled = false/' \
 	    "$$($(BIN)/python -c 'import mlinter; print(mlinter.__path__[0])')/rules.toml" > .venv/lint/rules.toml
 	$(BIN)/mlinter --no-progress --rules-toml .venv/lint/rules.toml modeling configuration
+	ln -s $(CURDIR)/modeling/*.py $(CURDIR)/configuration .venv/lint/adaperceiver/
+	cd .venv/lint && ../bin/mypy --config-file ../../pyproject.toml -p adaperceiver
 
 # The folders in checkpoints/ load as from the hub; a new one gets links to the code.
 links: .venv/installed

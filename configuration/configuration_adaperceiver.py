@@ -12,7 +12,7 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
@@ -34,6 +34,16 @@ SIZES = (
 POSITIVE = ("ffn_ratio", "layer_norm_eps", "rope_theta", "min_depth", "distillation_temperature")
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob")
 NOT_NEGATIVE = ("initializer_range", "position_init_std", "token_init_std", "layerscale_value")
+
+
+if TYPE_CHECKING:  # `__post_init__` fills in what is None; a check that something is there comes before its use
+    Choices: TypeAlias = Any
+    Count: TypeAlias = Any
+    Rows: TypeAlias = Any
+    Ratio: TypeAlias = Any
+else:
+    Choices, Count = list[int] | tuple[int, ...] | None, int | None
+    Rows, Ratio = list[list[int]] | tuple[tuple[int, ...], ...] | None, float | int | None
 
 
 class CustomPipelines(dict):
@@ -134,7 +144,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     image_size: int = 224
     patch_size: int = 14
     num_channels: int = 3
-    stem_layers: list[list[int]] | tuple[tuple[int, ...], ...] | None = None
+    stem_layers: Rows = None
     image_mean: list[float] | tuple[float, ...] | None = None
     image_std: list[float] | tuple[float, ...] | None = None
     hidden_size: int = 832
@@ -157,13 +167,13 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     token_init_std: float | int = 1e-6
     max_latent_tokens: int = 256
     rope_theta: float | int = 10000.0
-    token_granularities: list[int] | tuple[int, ...] | None = None
-    widths: list[int] | tuple[int, ...] | None = None
-    max_width: int | None = None
+    token_granularities: Choices = None
+    widths: Choices = None
+    max_width: Count = None
     attention_type: Literal["block", "bidirectional"] = "block"
     adaptive_axes: list[str] | tuple[str, ...] | None = None
     distillation_temperature: float | int = 1.0
-    router_ratio: float | int | None = None
+    router_ratio: Ratio = None
     output_tokens: Literal["class", "dense", "both"] = "class"
     feature_size: int = 1280
     head_dropout_prob: float | int = 0.0
@@ -188,8 +198,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
         )
         super().__post_init__(**kwargs)
-        if "custom_pipelines" in vars(self):
-            self.custom_pipelines = CustomPipelines(self.custom_pipelines)
+        if custom_pipelines := vars(self).get("custom_pipelines"):
+            self.custom_pipelines = CustomPipelines(custom_pipelines)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         replace_links(save_directory)

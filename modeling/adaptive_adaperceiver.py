@@ -22,7 +22,7 @@ from functools import partial
 from itertools import product
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from tqdm.auto import tqdm
@@ -40,17 +40,26 @@ ALIKE = {"exit_threshold": False, "policy": "fixed"}
 SWITCHES = ("exit_threshold", "exit_temperatures", *BUDGETS)  # that `False` turns off
 
 
+if TYPE_CHECKING:  # most methods take points of images that run alike, which hold no tuples
+    from transformers import PreTrainedModel as Base
+
+    Integers: TypeAlias = Any
+    Threshold: TypeAlias = Any
+else:
+    Base = object  # models bring it
+    Integers, Threshold = int | tuple[int, ...], float | tuple[float, ...] | None
+
 # ------------------------------------------------------------------------------------------------- the operating point
 
 
 class OperatingPoint(NamedTuple):
     """Where a call runs, with nothing left open. A tuple holds one value per image."""
 
-    tokens: int | tuple[int, ...]
-    width: int | tuple[int, ...]
-    depth: int | tuple[int, ...]
+    tokens: Integers
+    width: Integers
+    depth: Integers
     attention: str
-    exit_threshold: float | tuple[float, ...] | None = None
+    exit_threshold: Threshold = None
     exit_after: int = 1
     exit_every: int = 1
     exit_temperatures: tuple[float, ...] | None = None  # one per block
@@ -86,7 +95,9 @@ class OperatingPoint(NamedTuple):
 
 def _integer(highest: str | None = None) -> Callable:
     """Checks for an integer from 1 to the field `highest` of the model's config."""
-    return lambda label, value, config: check_int(label, value, 1, highest and config and getattr(config, highest))
+    return lambda label, value, config: check_int(
+        label, value, 1, getattr(config, highest) if highest and config is not None else None
+    )
 
 
 def _number(low: float, high: float | None = None) -> Callable:
@@ -207,10 +218,14 @@ def _check_names(owner: str, given: Mapping[str, Any], allowed: list[str]) -> No
         raise ValueError(f"{owner} has no {', '.join(f'`{name}`' for name in unknown)}; it has {', '.join(allowed)}.")
 
 
+@dataclass
 class BesideWeights:
     """A dataclass in a JSON file beside the weights of a checkpoint."""
 
     file_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -440,7 +455,7 @@ def interleaved(
 
     At least `repeats` rounds, and more until `seconds` have passed. `name` is that of the progress bar, if there is one.
     """
-    times = {key: [] for key in runs}
+    times: dict[Hashable, list[float]] = {key: [] for key in runs}
     with tqdm(total=repeats, desc=name, disable=name is None, leave=False) as progress:
         for run in runs.values():
             run()  # the first call is slower
@@ -476,14 +491,14 @@ def first_affordable(
     raise ValueError(f"No operating point keeps within {budgets} at once.")
 
 
-def owned_by_base_model(name: str, doc: str) -> property:
+def owned_by_base_model(name: str, doc: str) -> Any:
     """An attribute that goes with the weights: the base model keeps it, so that every head reaches it."""
     return property(
         lambda self: getattr(self.base_model, name), lambda self, value: setattr(self.base_model, name, value), doc=doc
     )
 
 
-class AdaptiveMixin:
+class AdaptiveMixin(Base):
     """How a model resolves where a call runs, and what it says about its costs."""
 
     exits_early = False  # whether it knows what confidence is
@@ -541,10 +556,11 @@ class AdaptiveMixin:
         one, the deepest, among those the widest, among those the one with most tokens: tokens are given up first, then
         width, and depth last.
         """
-        config, per_image = self.config, {}
+        config = self.config
+        per_image: dict[str, tuple] = {}
         given = {name: value for name, value in kwargs.items() if value is not None}
         for name in PER_IMAGE_FIELDS:
-            values = given.get(name)
+            values: Any = given.get(name)
             values = values.tolist() if hasattr(values, "tolist") else values  # tensors and arrays
             if isinstance(values, (list, tuple)):
                 labelled = ((f"{name}[{index}]", value) for index, value in enumerate(values))
@@ -575,7 +591,8 @@ class AdaptiveMixin:
             return point
         is_open = {name: getattr(chosen, name) is None and name not in per_image for name in AXES}
         best = self._best_within(budgets, point, is_open, image_size, batch_size)
-        return point._replace(**{name: value for name, value in best.items() if is_open[name]})
+        changes: dict[str, Any] = {name: value for name, value in best.items() if is_open[name]}
+        return point._replace(**changes)
 
     def _best_within(
         self,
@@ -608,7 +625,7 @@ class AdaptiveMixin:
             profile = self._profile_for(image_size, batch_size)
             grid = [candidate for candidate in grid if profile.covers(**candidate)] or grid[-1:]
 
-        def cost(budget: str, candidate: dict[str, int]) -> float:
+        def cost(budget: str, candidate: dict[str, Any]) -> float:
             if budget == "max_latency_ms":
                 return profile.milliseconds(**candidate)
             # of one image, whatever the batch
@@ -666,8 +683,8 @@ class AdaptiveMixin:
         image_size, last = self._checked_size(image_size), config.num_hidden_layers
         check_int("batch_size", batch_size, low=1)
         check_int("repeats", repeats, low=1)
-        depths = {1, (1 + last) // 2, last} if depths is None else depths
-        depths = sorted({check_int("depths", depth, 1, last) for depth in depths})
+        chosen = [1, (1 + last) // 2, last] if depths is None else depths
+        depths = sorted({check_int("depths", depth, 1, last) for depth in chosen})
         if not depths:
             raise ValueError("`depths` must not be empty.")
         pixel_values = torch.randn(
@@ -679,13 +696,13 @@ class AdaptiveMixin:
             router(input_tokens, point)
             return point
 
-        runs = {}
+        runs: dict[Hashable, Callable] = {}
         for values in product(config.token_granularities, config.widths, depths):
             point = self.operating_point(**dict(zip(AXES, values)))
             if point.exit_threshold is not None:
                 point = point._replace(exit_threshold=float("inf"))
             point = point._replace(policy=tuple(run_router if one == "router" else one for one in point.policy))
-            runs[values] = partial(self, pixel_values, operating_point=point)
+            runs[values] = partial(self.__call__, pixel_values, operating_point=point)
         times = interleaved(runs, repeats, name="profile" if progress else None)
         self.latency_profile = LatencyProfile(
             **self._conditions(),

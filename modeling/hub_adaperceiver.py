@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
@@ -74,10 +74,18 @@ print(small.{output}.shape)
 """
 
 
-class HubMixin:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Base
+else:
+    Base = object  # the classes that mix this in bring it
+
+
+class HubMixin(Base):
     """`save_pretrained`, `push_to_hub` and `from_pretrained` of every model."""
 
     task = "image-feature-extraction"  # of the pipeline; heads have their own
+    adaptive_config: AdaptiveConfig
+    accuracy_table: AccuracyTable | None
 
     def save_pretrained(
         self,
@@ -167,7 +175,7 @@ class HubMixin:
         model.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
         model.config._auto_class = None
         for name in ("auto_map", "custom_pipelines"):
-            vars(model.config).pop(name, None)
+            model.config.__dict__.pop(name, None)
         if save_code:
             model.config.auto_map = dict(AUTO_MAP)
             model.config.custom_pipelines = custom_pipelines(self.task)
@@ -201,7 +209,7 @@ class HubMixin:
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            problem = unreadable_weights(source, hub_kwargs) or error
+            problem = unreadable_weights(source or "", hub_kwargs) or error
             raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
         # `pipeline` leaves classes in it, which no JSON file can hold; saving writes it anew.
         vars(model.config).pop("custom_pipelines", None)

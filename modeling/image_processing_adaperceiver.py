@@ -10,7 +10,7 @@
 
 import os
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
@@ -70,13 +70,19 @@ def to_8_bits(values: np.ndarray, mode: str = "I;16") -> np.ndarray:
     return np.round(values * (255 / white)).astype(np.uint8)
 
 
-class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):
+class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]  # mypy sees no TypedDict
     """Arguments of the processor and of its call: those of every image processor of transformers, and one of Segformer's."""
 
     do_reduce_labels: bool
 
 
-class AdaPerceiverImageProcessing:
+if TYPE_CHECKING:
+    from transformers.image_processing_backends import TorchvisionBackend as Base
+else:
+    Base = object  # one backend or the other
+
+
+class AdaPerceiverImageProcessing(Base):
     """
     What AdaPerceiver adds to a backend of transformers: images of any mode and orientation, label maps beside them, and
     both kinds of dense predictions. The defaults are those of the paper's classifier; `image_processor_for` has the others.
@@ -223,7 +229,7 @@ if is_torchvision_available():
 
 else:
 
-    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):  # type: ignore[no-redef]  # one of the two
         """Image processor of AdaPerceiver, on Pillow and numpy, since there is no torchvision here."""
 
 

@@ -75,13 +75,15 @@ class AdaptiveOutput:
     operating_point: ClassVar[OperatingPoint | None] = None  # of the batch; None for a once-for-all step
     images: ClassVar[int] = 0
 
-    def ran_at(self, operating_point: OperatingPoint, images: int) -> Any:
-        self.operating_point, self.images = operating_point, images
+    def ran_at(self, operating_point: OperatingPoint | None, images: int) -> Any:
+        vars(self).update(operating_point=operating_point, images=images)
         return self
 
     @property
     def operating_points(self) -> list[OperatingPoint]:
         """Where each image ran; the depth of an image that exited early is that of its exit."""
+        if self.operating_point is None:
+            return []
         points = [self.operating_point.of_image(index) for index in range(self.images)]
         exit_depth = getattr(self, "exit_depth", None)
         if exit_depth is None:
@@ -233,8 +235,8 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
             read_from, prefixes = [latents[depth - 1] for depth in weights], [list(of) for of in weights.values()]
             written = model.class_readout(read_from, rope, prefixes=prefixes)  # (batch, readouts, hidden_size)
             readouts = self.classifier(written).unbind(dim=1)
-            weights = [weight for of in weights.values() for weight in of.values()]
-            losses.append(sum(w * self.logit_loss(one, targets, kwargs) for w, one in zip(weights, readouts)))
+            each = [weight for of in weights.values() for weight in of.values()]
+            losses.append(sum(w * self.logit_loss(one, targets, kwargs) for w, one in zip(each, readouts)))
             logits = readouts[-1]
             if not isinstance(order, slice):  # back in the order of the images
                 logits = logits[torch.tensor(order, device=logits.device).argsort()]
@@ -336,7 +338,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         The sub-network of an operating point as a model of its own: weights sliced, config adjusted, outputs equal to
         this model's at that point. Values that are not given are those of `adaptive_config`, or the full ones.
         """
-        given = {"tokens": tokens, "width": width, "depth": depth}
+        given: dict[str, Any] = {"tokens": tokens, "width": width, "depth": depth}
         if self.latency_profile is None and any(value is not None for value in given.values()):
             given = without_saved(given, max_latency_ms=False)
         point = self.operating_point(**given)
@@ -374,11 +376,11 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         self._accuracy_table = None
         self._latency_profile = None
         self.embeddings = AdaPerceiverEmbeddings(config)
-        self.router = None if config.router_ratio is None else AdaPerceiverRouter(config)
+        self.router: Any = None if config.router_ratio is None else AdaPerceiverRouter(config)
         self.read = AdaPerceiverRead(config)
         self.layers = nn.ModuleList([AdaPerceiverBlock(config, index) for index in range(config.num_hidden_layers)])
-        self.class_readout = AdaPerceiverClassReadout(config) if self.readouts in ("class", "both") else None
-        self.dense_readout = AdaPerceiverDenseReadout(config) if self.readouts in ("dense", "both") else None
+        self.class_readout: Any = AdaPerceiverClassReadout(config) if self.readouts in ("class", "both") else None
+        self.dense_readout: Any = AdaPerceiverDenseReadout(config) if self.readouts in ("dense", "both") else None
         self.post_init()
 
     @merge_with_config_defaults
@@ -410,7 +412,8 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         """Input tokens (batch, patches, hidden_size), and the point that the policies choose by them."""
         input_tokens = self.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
         for policy in point.policy:
-            point = (self.router if policy == "router" else policy)(input_tokens, point)
+            choose: Any = self.router if policy == "router" else policy
+            point = choose(input_tokens, point)
         point.check(self.config, input_tokens.shape[0])
         return input_tokens, point
 
@@ -504,7 +507,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             )
         if not differ:
             return run(input_tokens, point, kwargs)
-        groups = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for index in range(input_tokens.shape[0]):
             image_point = point.of_image(index)
             groups.setdefault((image_point.tokens, image_point.width, image_point.depth), []).append(index)
@@ -719,7 +722,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         input_tokens, _ = model.embed(pixel_values, point, kwargs)
         latents, rope = model.read_latents(input_tokens, point)
         predict = self.prefix_predictions(pixel_values, input_tokens, rope)
-        past, done = [[] for _ in range(point.depth)], []
+        past: list[list[torch.Tensor]] = [[] for _ in range(point.depth)]
+        done: list[torch.Tensor] = []
         for start, stop in self.config.token_groups(point.tokens, point.attention):
             turn = (rope[0][start:stop], rope[1][start:stop])
             done.append(model.run_blocks(latents[:, start:stop], turn, point, 0, point.depth, past, **kwargs))
@@ -846,7 +850,7 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
 
     def predict(
         self,
-        pixel_values: torch.Tensor | None,
+        pixel_values: Any,  # a tensor; what is none is refused
         labels: torch.Tensor | None,
         step: OnceForAll | None,
         kwargs: dict,

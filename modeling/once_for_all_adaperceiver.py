@@ -126,7 +126,7 @@ def dense_loss(
         key_value[depth] = readout.write.key_value(latents[depth - 1][:, :last], (rope[0][:last], rope[1][:last]))
 
     def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
-        return lambda *tensors: weight * loss_of(readout.read(*tensors, tokens))
+        return lambda readers, query, key, value: weight * loss_of(readout.read(readers, query, key, value, tokens))
 
     terms = [(term(tokens, weight), (readers, query, *key_value[depth])) for depth, tokens, weight in readouts]
     return sum_in_turn(terms, [*readout.write.o_proj.parameters(), *parameters])

@@ -4,7 +4,7 @@
 """Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
 
 from collections.abc import Sequence, Sized
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import PIL.Image
 from torch.utils.data import Dataset
@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from .adaptive_adaperceiver import ADAPTIVE_KWARGS, PER_IMAGE_FIELDS, AdaptiveConfig
 from .image_processing_adaperceiver import open_image, to_rgb
-from .modeling_adaperceiver import AdaPerceiverPreTrainedModel, AdaptiveOutput
+from .modeling_adaperceiver import AdaPerceiverPreTrainedModel
 from .tasks_adaperceiver import TASKS
 
 
@@ -43,7 +43,13 @@ class ChosenDataset(Dataset):
         return ChosenImage(self.images[index], {name: values[index] for name, values in self.values.items()})
 
 
-class AdaPerceiverPipelineMixin:
+if TYPE_CHECKING:
+    from transformers import Pipeline as Base
+else:
+    Base = object  # each task brings its own
+
+
+class AdaPerceiverPipelineMixin(Base):
     """
     Adaptive arguments for a pipeline of transformers, `tokens=64` or `exit_threshold=0.9`.
 
@@ -123,7 +129,7 @@ class AdaPerceiverPipelineMixin:
         adaptive |= {name: model_inputs.pop(name) for name in PER_IMAGE_FIELDS if name in model_inputs}
         defaults = self.adaptive_defaults.update(adaptive_config)
         image_size = tuple(model_inputs["pixel_values"].shape[-2:])
-        model_outputs: AdaptiveOutput = super()._forward({**model_inputs, **adaptive, "adaptive_config": defaults})
+        model_outputs: Any = super()._forward({**model_inputs, **adaptive, "adaptive_config": defaults})
         exits = "exit_depth" in model_outputs
         model_outputs["report"] = [
             {
@@ -176,11 +182,11 @@ class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, Imag
         super().__init__(*args, **kwargs)
         self.check_model_type(None)  # the others of transformers do so themselves
 
-    def postprocess(self, model_outputs: ModelOutput, **kwargs) -> Any:
+    def postprocess(self, model_outputs: ModelOutput, report: bool = False, **kwargs) -> Any:
         # Latents of images that ran with fewer tokens than others of their batch are followed by zeros.
         tokens = report_of(model_outputs)["tokens"]
         model_outputs["last_hidden_state"] = model_outputs["last_hidden_state"][:, :tokens]
-        return super().postprocess(model_outputs, **kwargs)
+        return super().postprocess(model_outputs, report, **kwargs)
 
 
 def choosing_by_model(stock: type, ours: type) -> type:
