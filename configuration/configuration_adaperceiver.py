@@ -1,8 +1,18 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0 Unless required by applicable law or agreed
+# to in writing, software distributed under the License is distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF
+# ANY KIND, either express or implied. See the License for the specific language governing permissions and limitations under the
+# License.
+
 """What an AdaPerceiver is: its sizes, its trained choices, its heads. Where a call runs is `adaptive_adaperceiver.py`."""
 
 import math
 import operator
-from typing import Any, Literal
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
@@ -24,6 +34,36 @@ SIZES = (
 POSITIVE = ("ffn_ratio", "layer_norm_eps", "rope_theta", "min_depth", "distillation_temperature")
 PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "head_dropout_prob")
 NOT_NEGATIVE = ("initializer_range", "position_init_std", "token_init_std", "layerscale_value")
+
+
+if TYPE_CHECKING:  # `__post_init__` fills in what is None; a check that something is there comes before its use
+    Choices: TypeAlias = Any
+    Count: TypeAlias = Any
+    Rows: TypeAlias = Any
+    Ratio: TypeAlias = Any
+else:
+    Choices, Count = list[int] | tuple[int, ...] | None, int | None
+    Rows, Ratio = list[list[int]] | tuple[tuple[int, ...], ...] | None, float | int | None
+
+
+class CustomPipelines(dict):
+    """
+    The pipelines of a saved folder. transformers infers the task where there is one alone: the head's is written to the file,
+    and that of the features, which every folder has, is found when it is asked for.
+    """
+
+    features: ClassVar[dict[str, dict[str, Any]]] = {
+        "image-feature-extraction": {
+            "impl": "pipeline_adaperceiver.AdaPerceiverImageFeatureExtractionPipeline",
+            "pt": ["AutoModel"],
+        }
+    }
+
+    def __contains__(self, task: object) -> bool:
+        return super().__contains__(task) or task in self.features
+
+    def __missing__(self, task: str) -> dict[str, Any]:
+        return dict(self.features[task])
 
 
 @strict
@@ -104,7 +144,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     image_size: int = 224
     patch_size: int = 14
     num_channels: int = 3
-    stem_layers: list[list[int]] | tuple[tuple[int, ...], ...] | None = None
+    stem_layers: Rows = None
     image_mean: list[float] | tuple[float, ...] | None = None
     image_std: list[float] | tuple[float, ...] | None = None
     hidden_size: int = 832
@@ -127,13 +167,13 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
     token_init_std: float | int = 1e-6
     max_latent_tokens: int = 256
     rope_theta: float | int = 10000.0
-    token_granularities: list[int] | tuple[int, ...] | None = None
-    widths: list[int] | tuple[int, ...] | None = None
-    max_width: int | None = None
+    token_granularities: Choices = None
+    widths: Choices = None
+    max_width: Count = None
     attention_type: Literal["block", "bidirectional"] = "block"
     adaptive_axes: list[str] | tuple[str, ...] | None = None
     distillation_temperature: float | int = 1.0
-    router_ratio: float | int | None = None
+    router_ratio: Ratio = None
     output_tokens: Literal["class", "dense", "both"] = "class"
     feature_size: int = 1280
     head_dropout_prob: float | int = 0.0
@@ -158,6 +198,12 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             out_features=kwargs.pop("out_features", None), out_indices=kwargs.pop("out_indices", None)
         )
         super().__post_init__(**kwargs)
+        if custom_pipelines := vars(self).get("custom_pipelines"):
+            self.custom_pipelines = CustomPipelines(custom_pipelines)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        replace_links(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def validate_architecture(self) -> None:
         """Check every size; the error names the field, its value and what is allowed."""
@@ -250,10 +296,12 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def sub_config(self, tokens: int, width: int, depth: int) -> "AdaPerceiverConfig":
         """The config of the sub-network of the first `tokens` latents, `width` units and `depth` blocks."""
-        tokens = min(tokens, self.max_latent_tokens)
+        granularities = self.token_granularities  # all cut the mask beyond the training length too, no other does
+        if tokens < self.max_latent_tokens:
+            granularities = [stop for _, stop in self.token_groups(tokens, "block")]
         changes = {
-            "max_latent_tokens": tokens,
-            "token_granularities": [stop for _, stop in self.token_groups(tokens, "block")],
+            "max_latent_tokens": min(tokens, self.max_latent_tokens),
+            "token_granularities": granularities,
             "max_width": width,
             "widths": [trained for trained in self.widths if trained < width] + [width],
             "num_hidden_layers": depth,
@@ -269,6 +317,15 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         if attention == "bidirectional":
             stops = [tokens]
         return list(zip([0, *stops[:-1]], stops))
+
+
+def replace_links(folder: str | os.PathLike) -> None:
+    """Make files of the links to source files in `folder`: transformers copies remote code there, into the package else."""
+    for path in Path(folder).glob("*_adaperceiver.py"):
+        if path.is_symlink():
+            source = path.read_bytes()
+            path.unlink()
+            path.write_bytes(source)
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -293,4 +350,4 @@ def _check_ascending(name: str, values: list[int], limit_name: str, limit: int) 
         raise ValueError(f"`{name}` must be sorted, without repetition, got {values}.")
 
 
-__all__ = ["AXES", "AdaPerceiverConfig", "check_int"]
+__all__ = ["AXES", "AdaPerceiverConfig", "check_int", "replace_links"]

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Where an AdaPerceiver runs: the operating point of a call, the defaults of a checkpoint, and budgets.
 
@@ -8,6 +11,7 @@ A call is resolved once, by the model that is called: `split_kwargs` finds the a
 import copy
 import inspect
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,7 +20,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from tqdm.auto import tqdm
@@ -29,8 +35,19 @@ ATTENTION_TYPES = ("block", "bidirectional")
 POLICIES = ("fixed", "router")  # that can be chosen by name
 PER_IMAGE_FIELDS = ("tokens", "width", "depth", "exit_threshold")  # what a call may choose image by image
 BUDGETS = ("max_gflops", "max_latency_ms")
+# What a checkpoint may turn on that runs images differently, and how it is turned off where they must run alike.
+ALIKE = {"exit_threshold": False, "policy": "fixed"}
 SWITCHES = ("exit_threshold", "exit_temperatures", *BUDGETS)  # that `False` turns off
 
+
+if TYPE_CHECKING:  # most methods take points of images that run alike, which hold no tuples
+    from transformers import PreTrainedModel as Base
+
+    Integers: TypeAlias = Any
+    Threshold: TypeAlias = Any
+else:
+    Base = object  # models bring it
+    Integers, Threshold = int | tuple[int, ...], float | tuple[float, ...] | None
 
 # ------------------------------------------------------------------------------------------------- the operating point
 
@@ -38,11 +55,11 @@ SWITCHES = ("exit_threshold", "exit_temperatures", *BUDGETS)  # that `False` tur
 class OperatingPoint(NamedTuple):
     """Where a call runs, with nothing left open. A tuple holds one value per image."""
 
-    tokens: int | tuple[int, ...]
-    width: int | tuple[int, ...]
-    depth: int | tuple[int, ...]
+    tokens: Integers
+    width: Integers
+    depth: Integers
     attention: str
-    exit_threshold: float | tuple[float, ...] | None = None
+    exit_threshold: Threshold = None
     exit_after: int = 1
     exit_every: int = 1
     exit_temperatures: tuple[float, ...] | None = None  # one per block
@@ -78,7 +95,9 @@ class OperatingPoint(NamedTuple):
 
 def _integer(highest: str | None = None) -> Callable:
     """Checks for an integer from 1 to the field `highest` of the model's config."""
-    return lambda label, value, config: check_int(label, value, 1, highest and config and getattr(config, highest))
+    return lambda label, value, config: check_int(
+        label, value, 1, getattr(config, highest) if highest and config is not None else None
+    )
 
 
 def _number(low: float, high: float | None = None) -> Callable:
@@ -199,10 +218,14 @@ def _check_names(owner: str, given: Mapping[str, Any], allowed: list[str]) -> No
         raise ValueError(f"{owner} has no {', '.join(f'`{name}`' for name in unknown)}; it has {', '.join(allowed)}.")
 
 
+@dataclass
 class BesideWeights:
     """A dataclass in a JSON file beside the weights of a checkpoint."""
 
     file_name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -291,6 +314,8 @@ class AdaptiveConfig(BesideWeights):
     def update(self, other: "AdaptiveConfig | None" = None, **kwargs) -> "AdaptiveConfig":
         """A copy in which what is set in `other`, and what is not `None` in `kwargs`, replaces the fields of that name."""
         _check_names(type(self).__name__, kwargs, [field.name for field in fields(self)])
+        if other is not None:
+            check_is_adaptive_config(other)
         changes = {name: value for name, value in kwargs.items() if value is not None}
         return type(self)(**{**self.to_dict(), **({} if other is None else other.to_dict()), **changes})
 
@@ -305,6 +330,21 @@ class AdaptiveConfig(BesideWeights):
 
     def copy(self) -> "AdaptiveConfig":
         return copy.deepcopy(self)
+
+
+def check_is_adaptive_config(value: Any) -> None:
+    """By name: remote code brings copies of the class."""
+    if AdaptiveConfig.__name__ not in {base.__name__ for base in type(value).__mro__}:
+        raise TypeError(f"`adaptive_config` must be an AdaptiveConfig, got {value!r} of type {type(value).__name__}.")
+
+
+def without_saved(kwargs: Mapping[str, Any], **off: Any) -> dict[str, Any]:
+    """The arguments of a call, with the fields `off` turned off where the checkpoint alone may turn them on."""
+    if kwargs.get("operating_point") is not None:
+        return dict(kwargs)
+    asked = kwargs.get("adaptive_config")
+    named = {name for name in off if kwargs.get(name) is not None or getattr(asked, name, None) is not None}
+    return {**kwargs, **{name: value for name, value in off.items() if name not in named}}
 
 
 def with_adaptive_arguments(forward: Callable) -> Callable:
@@ -344,6 +384,8 @@ class AccuracyTable(BesideWeights):
             missing = {*AXES, "value"} - point.keys()
             if missing:
                 raise ValueError(f"`points` must have tokens, width, depth and value, got {point}.")
+            if not isinstance(point["value"], Real) or not math.isfinite(point["value"]):  # a NaN outranks any number
+                raise ValueError(f"`points` must have finite numbers as values, got {point}.")
 
     def best_first(self) -> list[dict[str, int]]:
         """The operating points, without their values, best first; the cheaper first where two score the same."""
@@ -367,10 +409,15 @@ class LatencyProfile:
     image_size: tuple[int, int]
     points: list[dict[str, Any]]  # tokens, width, depth, ms
 
+    def covers(self, tokens: int, width: int, depth: int) -> bool:
+        """Whether a point was measured, or one above and one below it in depth."""
+        depths = [p["depth"] for p in self.points if (p["tokens"], p["width"]) == (tokens, width)]
+        return bool(depths) and min(depths) <= depth <= max(depths)
+
     def milliseconds(self, tokens: int, width: int, depth: int) -> float:
         measured = sorted((p["depth"], p["ms"]) for p in self.points if (p["tokens"], p["width"]) == (tokens, width))
-        depths = [measured_depth for measured_depth, _ in measured]
-        if not depths or not depths[0] <= depth <= depths[-1]:
+        if not self.covers(tokens, width, depth):
+            depths = [measured_depth for measured_depth, _ in measured]
             have = sorted({(p["tokens"], p["width"]) for p in self.points})
             raise ValueError(
                 f"The latency profile has no tokens={tokens}, width={width}, depth={depth}; it has (tokens, width) in {have}"
@@ -391,6 +438,14 @@ class LatencyProfile:
         return profile
 
 
+def machine_name() -> str:
+    """The model of the processor."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 @torch.no_grad()
 def interleaved(
     runs: Mapping[Hashable, Callable[[], Any]], repeats: int, seconds: float = 0.0, name: str | None = None
@@ -400,7 +455,7 @@ def interleaved(
 
     At least `repeats` rounds, and more until `seconds` have passed. `name` is that of the progress bar, if there is one.
     """
-    times = {key: [] for key in runs}
+    times: dict[Hashable, list[float]] = {key: [] for key in runs}
     with tqdm(total=repeats, desc=name, disable=name is None, leave=False) as progress:
         for run in runs.values():
             run()  # the first call is slower
@@ -436,14 +491,14 @@ def first_affordable(
     raise ValueError(f"No operating point keeps within {budgets} at once.")
 
 
-def owned_by_base_model(name: str, doc: str) -> property:
+def owned_by_base_model(name: str, doc: str) -> Any:
     """An attribute that goes with the weights: the base model keeps it, so that every head reaches it."""
     return property(
         lambda self: getattr(self.base_model, name), lambda self, value: setattr(self.base_model, name, value), doc=doc
     )
 
 
-class AdaptiveMixin:
+class AdaptiveMixin(Base):
     """How a model resolves where a call runs, and what it says about its costs."""
 
     exits_early = False  # whether it knows what confidence is
@@ -463,6 +518,7 @@ class AdaptiveMixin:
 
     @adaptive_config.setter
     def adaptive_config(self, adaptive_config: AdaptiveConfig) -> None:
+        check_is_adaptive_config(adaptive_config)
         adaptive_config.validate(self.config)
         self.base_model._adaptive_config = adaptive_config
 
@@ -471,6 +527,10 @@ class AdaptiveMixin:
     ) -> tuple[OperatingPoint, dict[str, Any]]:
         """Where a call runs, at its `operating_point` if it is resolved already, and its arguments for transformers."""
         adaptive, others = split_kwargs(kwargs)
+        if self.base_model.captured(others):
+            adaptive = without_saved(adaptive, **ALIKE)
+        if self.training:
+            adaptive = without_saved(adaptive, max_latency_ms=False)
         operating_point = adaptive.pop("operating_point", None)
         if operating_point is not None:
             if adaptive:
@@ -496,10 +556,11 @@ class AdaptiveMixin:
         one, the deepest, among those the widest, among those the one with most tokens: tokens are given up first, then
         width, and depth last.
         """
-        config, per_image = self.config, {}
+        config = self.config
+        per_image: dict[str, tuple] = {}
         given = {name: value for name, value in kwargs.items() if value is not None}
         for name in PER_IMAGE_FIELDS:
-            values = given.get(name)
+            values: Any = given.get(name)
             values = values.tolist() if hasattr(values, "tolist") else values  # tensors and arrays
             if isinstance(values, (list, tuple)):
                 labelled = ((f"{name}[{index}]", value) for index, value in enumerate(values))
@@ -530,7 +591,8 @@ class AdaptiveMixin:
             return point
         is_open = {name: getattr(chosen, name) is None and name not in per_image for name in AXES}
         best = self._best_within(budgets, point, is_open, image_size, batch_size)
-        return point._replace(**{name: value for name, value in best.items() if is_open[name]})
+        changes: dict[str, Any] = {name: value for name, value in best.items() if is_open[name]}
+        return point._replace(**changes)
 
     def _best_within(
         self,
@@ -557,9 +619,15 @@ class AdaptiveMixin:
                 key=lambda candidate: (candidate["depth"], candidate["width"], candidate["tokens"]), reverse=True
             )
 
-        def cost(budget: str, candidate: dict[str, int]) -> float:
+        if (
+            "max_latency_ms" in budgets
+        ):  # what was not measured is not affordable; the profile names it where nothing was
+            profile = self._profile_for(image_size, batch_size)
+            grid = [candidate for candidate in grid if profile.covers(**candidate)] or grid[-1:]
+
+        def cost(budget: str, candidate: dict[str, Any]) -> float:
             if budget == "max_latency_ms":
-                return self._profile_for(image_size, batch_size).milliseconds(**candidate)
+                return profile.milliseconds(**candidate)
             # of one image, whatever the batch
             return self.flops_at(point._replace(**candidate), image_size, batch_size=1)["total"] / 1e9
 
@@ -568,7 +636,16 @@ class AdaptiveMixin:
     def _profile_for(self, image_size: tuple[int, int] | None, batch_size: int) -> LatencyProfile:
         profile, side = self.latency_profile, self.config.image_size
         if profile is None:
-            raise ValueError("`max_latency_ms` needs a latency profile of this machine: call `model.profile()` first.")
+            raise ValueError(
+                "`max_latency_ms` needs a latency profile of this machine: call `model.profile()` first, or turn the budget off "
+                "with `max_latency_ms=False`."
+            )
+        for name, here in self._conditions().items():
+            if getattr(profile, name) != here:
+                raise ValueError(
+                    f"`max_latency_ms` needs a profile for {name} {here!r}, but the one at hand is for "
+                    f"{getattr(profile, name)!r}: call `model.profile()` here."
+                )
         asked = (batch_size, tuple(image_size or (side, side)))
         if asked != (profile.batch_size, profile.image_size):
             raise ValueError(
@@ -576,6 +653,16 @@ class AdaptiveMixin:
                 f"hand is for {profile.batch_size} of size {profile.image_size}: call `model.profile()` with these."
             )
         return profile
+
+    def _conditions(self) -> dict[str, Any]:
+        """What a latency profile holds for, beside the size of the batch."""
+        parameter = next(self.parameters())
+        return {
+            "machine": machine_name(),
+            "device": str(parameter.device),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
 
     def profile(
         self,
@@ -593,9 +680,13 @@ class AdaptiveMixin:
         hold for any image.
         """
         config, parameter = self.config, next(self.parameters())
-        image_size = tuple(image_size or (config.image_size, config.image_size))
-        last = config.num_hidden_layers
-        depths = sorted({1, (1 + last) // 2, last} if depths is None else set(depths))
+        image_size, last = self._checked_size(image_size), config.num_hidden_layers
+        check_int("batch_size", batch_size, low=1)
+        check_int("repeats", repeats, low=1)
+        chosen = [1, (1 + last) // 2, last] if depths is None else depths
+        depths = sorted({check_int("depths", depth, 1, last) for depth in chosen})
+        if not depths:
+            raise ValueError("`depths` must not be empty.")
         pixel_values = torch.randn(
             batch_size, config.num_channels, *image_size, device=parameter.device, dtype=parameter.dtype
         )
@@ -605,19 +696,16 @@ class AdaptiveMixin:
             router(input_tokens, point)
             return point
 
-        runs = {}
+        runs: dict[Hashable, Callable] = {}
         for values in product(config.token_granularities, config.widths, depths):
             point = self.operating_point(**dict(zip(AXES, values)))
             if point.exit_threshold is not None:
                 point = point._replace(exit_threshold=float("inf"))
             point = point._replace(policy=tuple(run_router if one == "router" else one for one in point.policy))
-            runs[values] = partial(self, pixel_values, operating_point=point)
+            runs[values] = partial(self.__call__, pixel_values, operating_point=point)
         times = interleaved(runs, repeats, name="profile" if progress else None)
         self.latency_profile = LatencyProfile(
-            machine=platform.processor() or platform.machine(),
-            device=str(parameter.device),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
+            **self._conditions(),
             batch_size=batch_size,
             image_size=image_size,
             points=[{**dict(zip(AXES, values)), "ms": ms} for values, ms in times.items()],
@@ -629,13 +717,24 @@ class AdaptiveMixin:
         FLOPs of a call (2 per multiply-add), by component and in `total`; nothing runs. With `exit_threshold`, those of
         images that never exit early, probes included; with a router, of images that get all of `tokens`.
         """
+        check_int("batch_size", batch_size, low=1)
+        if self.latency_profile is None:  # what a call would wait for says nothing of what it costs
+            kwargs = without_saved(kwargs, max_latency_ms=False)
         point = self.operating_point(image_size, batch_size, **kwargs)
-        if point.per_image():
-            raise ValueError(f"`{next(iter(point.per_image()))}` must be one value for `flops`: ask for each image.")
+        for name, values in point.per_image().items():
+            raise ValueError(f"`{name}` must be one value for `flops`, got {list(values)}: ask for each image.")
         return self.flops_at(point, image_size, batch_size)
 
+    def _checked_size(self, image_size: tuple[int, int] | None) -> tuple[int, int]:
+        """Height and width, those of the config by default, if they make whole patches."""
+        patch, side = self.config.patch_size, self.config.image_size
+        height, width = (side, side) if image_size is None else image_size
+        if min(height, width) < patch or height % patch or width % patch:
+            raise ValueError(f"`image_size` must be multiples of the patch size {patch}, got {(height, width)}.")
+        return height, width
+
     def flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
-        height, width = image_size or (self.config.image_size, self.config.image_size)
+        height, width = self._checked_size(image_size)
         patches = (height // self.config.patch_size) * (width // self.config.patch_size)
         components = self.base_model.encoder_flops(point, patches, batch_size)
         components |= self.head_flops(point, patches, batch_size)

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Saving, sharing and loading: a saved folder works by itself, with nothing but transformers installed.
 
@@ -8,15 +11,16 @@ processor, a model card and the source files, which transformers runs with `trus
 import copy
 import hashlib
 import inspect
+import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
@@ -24,7 +28,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 from transformers.utils.hub import hf_api
 
-from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file
+from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file, write_json
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .image_processing_adaperceiver import image_processor_for
 from .official_adaperceiver import is_official, load_official
@@ -71,10 +75,18 @@ print(small.{output}.shape)
 """
 
 
-class HubMixin:
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as Base
+else:
+    Base = object  # the classes that mix this in bring it
+
+
+class HubMixin(Base):
     """`save_pretrained`, `push_to_hub` and `from_pretrained` of every model."""
 
     task = "image-feature-extraction"  # of the pipeline; heads have their own
+    adaptive_config: AdaptiveConfig
+    accuracy_table: AccuracyTable | None
 
     def save_pretrained(
         self,
@@ -102,8 +114,8 @@ class HubMixin:
         def save(name: str) -> None:
             if writes:
                 self._save_beside_weights(save_directory, name, save_code, model_card)
-            with self._config_to_save(save_code):
-                super(HubMixin, self).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+            model = self._copy_to_save(save_code)
+            super(HubMixin, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
 
         name = os.path.basename(os.path.abspath(save_directory))
         if not (push_to_hub and writes):
@@ -152,29 +164,25 @@ class HubMixin:
         elif text is not None:
             logger.warning(f"`model_card` is not written, since {path} exists.")
 
-    @contextmanager
-    def _config_to_save(self, save_code: bool) -> Iterator[None]:
+    def _copy_to_save(self, save_code: bool) -> Any:
         """
-        Within, `self.config` is a copy that says how the folder is to be loaded.
+        This model with a config that says how the folder is to be loaded. Its weights are those of this model, whose config
+        never changes.
 
         transformers would add the code of classes that came from remote code, whatever `save_code` says: not for ours.
         """
-        config, ours = self.config, package_of(type(self).__module__) == package_of(__name__)
-        self.config = copy.deepcopy(config)
-        self.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
-        self.config._auto_class = None
+        model, ours = copy.copy(self), package_of(type(self).__module__) == package_of(__name__)
+        model.config = copy.deepcopy(self.config)
+        model.config.output_tokens = self.base_model.readouts  # so that `AutoModel` finds what the head used
+        model.config._auto_class = None
         for name in ("auto_map", "custom_pipelines"):
-            vars(self.config).pop(name, None)
+            model.config.__dict__.pop(name, None)
         if save_code:
-            self.config.auto_map = dict(AUTO_MAP)
-            self.config.custom_pipelines = custom_pipelines(self.task)
+            model.config.auto_map = dict(AUTO_MAP)
+            model.config.custom_pipelines = custom_pipelines(self.task)
         if ours or not save_code:
-            self.is_remote_code = lambda: False
-        try:
-            yield
-        finally:
-            self.config = config
-            vars(self).pop("is_remote_code", None)
+            model.is_remote_code = lambda: False
+        return model
 
     @classmethod
     def from_pretrained(
@@ -191,6 +199,10 @@ class HubMixin:
         Where weights are new (a head for other labels, say), what was found out with the old ones is left behind:
         see `drop_scores`.
         """
+        # Not at the top, since that file imports the models; it tells `pipeline` which pipelines ours need. The remote loader
+        # brings files along that an import of any kind names.
+        from .pipeline_adaperceiver import AdaPerceiverPipelineMixin  # noqa: F401
+
         source = pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         if source is not None:
@@ -204,7 +216,7 @@ class HubMixin:
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            problem = unreadable_weights(source, hub_kwargs) or error
+            problem = unreadable_weights(source or "", hub_kwargs) or error
             raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
         if source is None and pretrained_model_name_or_path is not None:  # transformers noted that there was none
             model.name_or_path = model.config.name_or_path = str(pretrained_model_name_or_path)
@@ -218,7 +230,7 @@ class HubMixin:
             if new:
                 model.drop_scores(f"{new[0]} is new, {source} has none of its size")
         if adaptive_config is not None:
-            model.adaptive_config = adaptive_config.copy()
+            model.adaptive_config = AdaptiveConfig().update(adaptive_config)
         return (model, info) if output_loading_info else model
 
     def drop_scores(self, reason: str) -> None:
@@ -270,6 +282,13 @@ def unreadable_weights(source: str | os.PathLike, hub_kwargs: dict) -> str:
     return ", ".join(problems)
 
 
+def sources() -> dict[str, Path]:
+    """The source files of this package by name, as they stand side by side in a saved folder."""
+    files = {path.name: path for path in Path(__file__).parent.glob("*_adaperceiver.py")}
+    configuration = Path(inspect.getfile(AdaPerceiverConfig))  # in the package, its sibling here is only an alias
+    return {**files, configuration.name: configuration}
+
+
 def write_sources(folder: str | os.PathLike) -> None:
     """
     Copy the source files to `folder`, side by side.
@@ -278,21 +297,36 @@ def write_sources(folder: str | os.PathLike) -> None:
     and a hash of the configuration file alone. That file gets a fingerprint of all others, so that two folders of the
     same name never share a model class unless all their code is the same.
     """
-    sources = {path.name: path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("*_adaperceiver.py")}
-    path = Path(inspect.getfile(AdaPerceiverConfig))  # in the package, its sibling here is only an alias
-    sources[path.name] = path.read_text(encoding="utf-8").split(FINGERPRINT)[0]
-    digest = hashlib.sha256("".join(text for _, text in sorted(sources.items())).encode()).hexdigest()
-    sources[path.name] += f"{FINGERPRINT}{digest}\n"
-    for name, text in sources.items():
-        Path(folder, name).write_text(text, encoding="utf-8")
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sources().items()}
+    name = Path(inspect.getfile(AdaPerceiverConfig)).name
+    texts[name] = texts[name].split(FINGERPRINT)[0]
+    digest = hashlib.sha256("".join(text for _, text in sorted(texts.items())).encode()).hexdigest()
+    texts[name] += f"{FINGERPRINT}{digest}\n"
+    for name, text in texts.items():
+        path = Path(folder, name)
+        path.unlink(missing_ok=True)  # writing to a link of `link_sources` would change the package
+        path.write_text(text, encoding="utf-8")
+
+
+def link_sources(folder: str | os.PathLike) -> None:
+    """
+    Make a saved folder work by itself without a copy of the source files: relative links to those of this package, and
+    the entries of its config that name them. For checkpoints that are kept in one repository with the code.
+    """
+    path = Path(folder, CONFIG_NAME)
+    config = json.loads(path.read_text(encoding="utf-8"))
+    modeling = import_module(f"{package_of(__name__)}.modeling_adaperceiver")
+    task = getattr(modeling, config["architectures"][0]).task
+    config |= {"auto_map": AUTO_MAP, "custom_pipelines": custom_pipelines(task)}
+    write_json(dict(sorted(config.items())), path)
+    for name, source in sources().items():
+        link = Path(folder, name)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(source, Path(folder).resolve()))
 
 
 def custom_pipelines(task: str) -> dict[str, dict]:
     """The entry of the config by which `pipeline(task, folder)` finds the pipeline that takes adaptive arguments."""
-    # Not at the top, since that file imports the models. An import of any kind makes the remote loader bring the file
-    # along, without which a model that was loaded so could not be saved again.
-    from .pipeline_adaperceiver import AdaPerceiverPipelineMixin  # noqa: F401
-
     return {task: {"impl": f"pipeline_adaperceiver.{TASKS[task].pipeline_class}", "pt": [TASKS[task].auto_class]}}
 
 
@@ -361,4 +395,4 @@ def push(
     return model._upload_modified_files(folder, repo_id, before, token=token, revision=revision, **commit_kwargs)
 
 
-__all__ = ["HubMixin"]
+__all__ = ["HubMixin", "link_sources"]

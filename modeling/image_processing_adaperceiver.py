@@ -1,8 +1,16 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0 Unless required by applicable law or agreed
+# to in writing, software distributed under the License is distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF
+# ANY KIND, either express or implied. See the License for the specific language governing permissions and limitations under the
+# License.
+
 """Images to pixel values, and predictions back to the size of the images: transformers' own processors, made to take any image."""
 
 import os
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
@@ -25,7 +33,7 @@ from transformers.models.segformer.image_processing_pil_segformer import Segform
 from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
-from .configuration_adaperceiver import AdaPerceiverConfig
+from .configuration_adaperceiver import AdaPerceiverConfig, replace_links
 
 
 IGNORE_INDEX = 255  # the label of pixels that do not count
@@ -62,13 +70,19 @@ def to_8_bits(values: np.ndarray, mode: str = "I;16") -> np.ndarray:
     return np.round(values * (255 / white)).astype(np.uint8)
 
 
-class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):
+class AdaPerceiverImageProcessorKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]  # mypy sees no TypedDict
     """Arguments of the processor and of its call: those of every image processor of transformers, and one of Segformer's."""
 
     do_reduce_labels: bool
 
 
-class AdaPerceiverImageProcessing:
+if TYPE_CHECKING:
+    from transformers.image_processing_backends import TorchvisionBackend as Base
+else:
+    Base = object  # one backend or the other
+
+
+class AdaPerceiverImageProcessing(Base):
     """
     What AdaPerceiver adds to a backend of transformers: images of any mode and orientation, label maps beside them, and
     both kinds of dense predictions. The defaults are those of the paper's classifier; `image_processor_for` has the others.
@@ -122,7 +136,8 @@ class AdaPerceiverImageProcessing:
         return_tensors: str | TensorType | None,
         **kwargs,
     ) -> BatchFeature:
-        data = super()._preprocess_image_like_inputs(images, return_tensors=None, **kwargs)
+        images = self._prepare_image_like_inputs(images, **kwargs)
+        data = self._preprocess(images, return_tensors=None, **kwargs)
         if segmentation_maps is not None:
             maps = self._prepare_images_structure(segmentation_maps, expected_ndims=2)
             if len(maps) != len(data["pixel_values"]):
@@ -130,6 +145,12 @@ class AdaPerceiverImageProcessing:
                     f"`segmentation_maps` must be one per image, got {len(maps)} for {len(data['pixel_values'])} images."
                 )
             maps = [label_map(segmentation_map, do_reduce_labels) for segmentation_map in maps]
+            for image, labels in zip(images, maps):
+                if tuple(image.shape[-2:]) != labels.shape:
+                    raise ValueError(
+                        f"`segmentation_maps` must be as large as their images, got {labels.shape} for an image of "
+                        f"{tuple(image.shape[-2:])}."
+                    )
             maps = self._prepare_image_like_inputs(maps, expected_ndims=2, input_data_format=ChannelDimension.FIRST)
             as_labels = {"resample": PILImageResampling.NEAREST, "do_rescale": False, "do_normalize": False}
             labels = self._preprocess(maps, return_tensors=None, **{**kwargs, **as_labels})["pixel_values"]
@@ -158,6 +179,10 @@ class AdaPerceiverImageProcessing:
             for depth, size in zip(depths, sizes)
         ]
         return [{"predicted_depth": depth} for depth in resized]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> Any:
+        replace_links(save_directory)
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         # Whoever saves the processor (a pipeline, a trainer), the folder keeps pointing at this file.
@@ -204,7 +229,7 @@ if is_torchvision_available():
 
 else:
 
-    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):
+    class AdaPerceiverImageProcessor(AdaPerceiverImageProcessorPil):  # type: ignore[no-redef]  # one of the two
         """Image processor of AdaPerceiver, on Pillow and numpy, since there is no torchvision here."""
 
 

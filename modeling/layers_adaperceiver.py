@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 The layers of AdaPerceiver, in the order data flows: input tokens -> read -> blocks -> write.
 
@@ -11,7 +14,7 @@ multiply-add, each counted once.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -89,12 +92,13 @@ class AdaPerceiverFFN(nn.Module):
     def forward(self, states: torch.Tensor, width: int | tuple[int, ...] | None = None) -> torch.Tensor:
         """states: (batch, tokens, hidden_size); a tuple of widths holds one per image."""
         width = self.max_width if width is None else width
+        widths = (width,) if isinstance(width, int) else width
         first_layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
 
         # Images of one batch that differ in width run in slices if they come sorted; the sizes of the slices would make
         # a compiler start over.
         runs = [(width, states.shape[0])] if isinstance(width, int) else [(w, len(list(g))) for w, g in groupby(width)]
-        sliced = len(runs) == 1 or (len(runs) == len(set(width)) and not torch.compiler.is_compiling())
+        sliced = len(runs) == 1 or (len(runs) == len(set(widths)) and not torch.compiler.is_compiling())
         if sliced and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
             if len(runs) == 1:
                 return self.slice(states, first_layers, runs[0][0])
@@ -104,7 +108,6 @@ class AdaPerceiverFFN(nn.Module):
         # Layers that must be called as they are: mask.
         hidden = self.activate(*(layer(states) for layer in first_layers))
         if width != self.max_width:
-            widths = (width,) if isinstance(width, int) else width
             units = torch.tensor([self.config.ffn_hidden_size(width) for width in widths], device=states.device)
             hidden = hidden * (torch.arange(hidden.shape[-1], device=states.device) < units[:, None, None])
         return self.fc2(hidden)
@@ -259,12 +262,16 @@ class AdaPerceiverEmbeddings(nn.Module):
         patches = self.patch_embeddings(pixel_values.to(self.position_embeddings.dtype))
         height, width = patches.shape[-2:]
         input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(height, width)
-        if self.ffn is not None:
+        if self.ffn is not None and self.norm is not None:
             input_tokens = self.ffn(self.norm(input_tokens))
         return self.dropout(input_tokens)
 
-    def check(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None) -> None:
+    def check(self, pixel_values: torch.Tensor | None, interpolate_pos_encoding: bool | None = None) -> None:
         channels, patch, side = self.config.num_channels, self.config.patch_size, self.config.image_size
+        if pixel_values is not None and not isinstance(pixel_values, torch.Tensor):
+            raise TypeError(
+                f"`pixel_values` must be a tensor of shape (batch, {channels}, height, width), got {type(pixel_values).__name__}."
+            )
         if pixel_values is None or pixel_values.ndim != 4 or pixel_values.shape[1] != channels:
             shape = None if pixel_values is None else tuple(pixel_values.shape)
             raise ValueError(f"`pixel_values` must be of shape (batch, {channels}, height, width), got {shape}.")
@@ -600,7 +607,7 @@ class AdaPerceiverClassReadout(nn.Module):
         latents: torch.Tensor | Sequence[torch.Tensor],
         rope: Rope,
         folded: Folded | None = None,
-        prefixes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        prefixes: Any = None,  # integers, or one list of them for each of several latents
     ) -> torch.Tensor:
         """
         (batch, latents, hidden_size) -> (batch, 1, hidden_size), or (batch, len(prefixes), hidden_size): one output token
@@ -609,7 +616,8 @@ class AdaPerceiverClassReadout(nn.Module):
         Several latents, with as many lists of prefixes, share the projections: (batch, all prefixes, hidden_size).
         """
         if isinstance(latents, torch.Tensor):
-            latents, prefixes = [latents], [[latents.shape[1]] if prefixes is None else prefixes]
+            prefixes = [[latents.shape[1]] if prefixes is None else prefixes]
+            latents = [latents]
         readouts = list(zip(latents, prefixes))
         folded = self.fold(rope) if folded is None else folded
         if folded is None:

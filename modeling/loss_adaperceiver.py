@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """The losses of the tasks, each a function of predictions and targets."""
 
 import torch

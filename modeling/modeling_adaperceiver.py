@@ -1,3 +1,11 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0 Unless required by applicable law or agreed
+# to in writing, software distributed under the License is distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF
+# ANY KIND, either express or implied. See the License for the specific language governing permissions and limitations under the
+# License.
+
 """
 AdaPerceiver: one vision transformer whose tokens, width and depth are chosen at every call.
 
@@ -27,11 +35,13 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .adaptive_adaperceiver import (
+    ALIKE,
     AdaptiveConfig,
     AdaptiveMixin,
     OperatingPoint,
     split_kwargs,
     with_adaptive_arguments,
+    without_saved,
 )
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .hub_adaperceiver import HubMixin
@@ -65,13 +75,15 @@ class AdaptiveOutput:
     operating_point: ClassVar[OperatingPoint | None] = None  # of the batch; None for a once-for-all step
     images: ClassVar[int] = 0
 
-    def ran_at(self, operating_point: OperatingPoint, images: int) -> Any:
-        self.operating_point, self.images = operating_point, images
+    def ran_at(self, operating_point: OperatingPoint | None, images: int) -> Any:
+        vars(self).update(operating_point=operating_point, images=images)
         return self
 
     @property
     def operating_points(self) -> list[OperatingPoint]:
         """Where each image ran; the depth of an image that exited early is that of its exit."""
+        if self.operating_point is None:
+            return []
         points = [self.operating_point.of_image(index) for index in range(self.images)]
         exit_depth = getattr(self, "exit_depth", None)
         if exit_depth is None:
@@ -134,6 +146,7 @@ class AdaPerceiverBackboneOutput(AdaptiveOutput, BackboneOutput):
     pass
 
 
+# trf-ignore: TRF013, since every model on top of it calls `post_init`
 class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
     config: AdaPerceiverConfig
     base_model_prefix = "adaperceiver"
@@ -197,6 +210,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
             axes = self.config.adaptive_axes
             if not axes or not self.training or named or all(target is None for target in targets.values()):
                 return None
+            self.base_model.embeddings.check(pixel_values)
             step = OnceForAll.draw(self.config, axes, pixel_values.shape[0])
         elif named:
             raise TypeError(f"`once_for_all` says where the model runs, got {', '.join(named)} beside it.")
@@ -232,14 +246,14 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
                 losses.append(weight * loss)
             logits = full if isinstance(order, slice) else full[torch.tensor(order, device=full.device).argsort()]
         if targets.keys() & set(self.dense_targets):
-            weights = step.weights(layers, self.normalizes_dense_losses)
+            of_dense = step.weights(layers, self.normalizes_dense_losses)
             losses.append(
                 dense_loss(
                     model.dense_readout,
                     lambda output_tokens: self.output_loss(output_tokens, pixel_values, targets, **loss_options),
                     [p for name, p in self.named_parameters() if not name.startswith(self.base_model_prefix)],
                     input_tokens,
-                    step.sources(latents, weights, self.config.max_width),
+                    step.sources(latents, of_dense, self.config.max_width),
                     rope,
                 )
             )
@@ -254,8 +268,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         for name in decided:
             if name in kwargs:
                 raise TypeError(f"`{name}` is not an argument here.")
-        defaults = {"exit_threshold": False, "policy": "fixed"}  # whatever the checkpoint turns on
-        point, kwargs = self.resolve(pixel_values, {**defaults, **kwargs, **decided})
+        point, kwargs = self.resolve(pixel_values, without_saved({**kwargs, **decided}, **ALIKE))
         if point.per_image() or point.exit_threshold is not None or point.policy:
             raise ValueError(
                 "All images run at one operating point here: no values per image, no `exit_threshold`, no `policy`."
@@ -329,10 +342,19 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         The sub-network of an operating point as a model of its own: weights sliced, config adjusted, outputs equal to
         this model's at that point. Values that are not given are those of `adaptive_config`, or the full ones.
         """
-        point = self.operating_point(tokens=tokens, width=width, depth=depth)
+        given: dict[str, Any] = {"tokens": tokens, "width": width, "depth": depth}
+        if self.latency_profile is None and any(value is not None for value in given.values()):
+            given = without_saved(given, max_latency_ms=False)
+        point = self.operating_point(**given)
+        for name in point.per_image().keys() & given.keys():
+            raise ValueError(f"`{name}` must be one value for `extract`, got {given[name]!r}.")
         config = self.config.sub_config(point.tokens, point.width, point.depth)
         model = type(self)(config).to(dtype=self.dtype, device=self.device)
         ours = self.state_dict()
+        if missing := model.state_dict().keys() - ours.keys():
+            raise ValueError(
+                f"`extract` needs plain weights, got none for {min(missing)}: merge adapters first (`merge_and_unload`)."
+            )
         for name, tensor in model.state_dict().items():  # hidden units and blocks nest: the first ones of each
             tensor.copy_(ours[name][tuple(slice(size) for size in tensor.shape)])
         # Beyond the training length RoPE depends on the number of tokens, so it stays an argument there.
@@ -358,11 +380,11 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         self._accuracy_table = None
         self._latency_profile = None
         self.embeddings = AdaPerceiverEmbeddings(config)
-        self.router = None if config.router_ratio is None else AdaPerceiverRouter(config)
+        self.router: Any = None if config.router_ratio is None else AdaPerceiverRouter(config)
         self.read = AdaPerceiverRead(config)
         self.layers = nn.ModuleList([AdaPerceiverBlock(config, index) for index in range(config.num_hidden_layers)])
-        self.class_readout = AdaPerceiverClassReadout(config) if self.readouts in ("class", "both") else None
-        self.dense_readout = AdaPerceiverDenseReadout(config) if self.readouts in ("dense", "both") else None
+        self.class_readout: Any = AdaPerceiverClassReadout(config) if self.readouts in ("class", "both") else None
+        self.dense_readout: Any = AdaPerceiverDenseReadout(config) if self.readouts in ("dense", "both") else None
         self.post_init()
 
     @merge_with_config_defaults
@@ -394,7 +416,8 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         """Input tokens (batch, patches, hidden_size), and the point that the policies choose by them."""
         input_tokens = self.embeddings(pixel_values, kwargs.pop("interpolate_pos_encoding", None))
         for policy in point.policy:
-            point = (self.router if policy == "router" else policy)(input_tokens, point)
+            choose: Any = self.router if policy == "router" else policy
+            point = choose(input_tokens, point)
         point.check(self.config, input_tokens.shape[0])
         return input_tokens, point
 
@@ -456,7 +479,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
     ) -> tuple[torch.Tensor, list[torch.Tensor], Rope]:
         """One pass of the full model for a once-for-all step: input tokens, the latents after every block, and RoPE."""
         config, (_, kwargs) = self.config, split_kwargs(kwargs)
-        if captured := self._captured(kwargs):
+        if captured := self.captured(kwargs):
             raise ValueError(f"`{captured[0]}` has no place in a once-for-all step, which trains many configurations.")
         point = OperatingPoint(config.max_latent_tokens, step.width, config.num_hidden_layers, config.attention_type)
         input_tokens, _ = self.embed(pixel_values, point, kwargs)
@@ -478,7 +501,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         `run` for all images, or for each group of images that agree in tokens, width and depth, at its own cost; the results
         come back in order. Widths that differ are masked instead where the batch must stay whole.
         """
-        captured = self._captured(kwargs)
+        captured = self.captured(kwargs)
         whole = point.exit_threshold is None and (self.training or captured)
         differ = point.per_image().keys() - {"exit_threshold"} - ({"width"} if whole else set())
         if captured and (differ or point.exit_threshold is not None):
@@ -488,7 +511,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             )
         if not differ:
             return run(input_tokens, point, kwargs)
-        groups = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for index in range(input_tokens.shape[0]):
             image_point = point.of_image(index)
             groups.setdefault((image_point.tokens, image_point.width, image_point.depth), []).append(index)
@@ -508,7 +531,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
             **{name: torch.cat([outputs[name] for outputs in results])[order] for name in results[0]}
         )
 
-    def _captured(self, kwargs: dict) -> list[str]:
+    def captured(self, kwargs: dict) -> list[str]:
         """Those of what transformers' hooks record that a call, or else the config, asks for."""
         names = ("output_hidden_states", "output_attentions")
         return [name for name in names if (getattr(self.config, name) if kwargs.get(name) is None else kwargs[name])]
@@ -588,6 +611,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         model = self.adaperceiver
         point, kwargs = self.resolve(pixel_values, kwargs)
         input_tokens, point = model.embed(pixel_values, point, kwargs)
+        if point.exit_threshold is not None and self.config.num_labels < 2:  # a single label is always certain
+            raise ValueError(f"`exit_threshold` needs at least 2 labels, got `num_labels` {self.config.num_labels}.")
         if point.exit_threshold is None:
             return model(operating_point=point, input_tokens=input_tokens, **kwargs), kwargs
         outputs = model.run_in_groups(self.encode_until_confident, input_tokens, point, kwargs)
@@ -701,7 +726,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         input_tokens, _ = model.embed(pixel_values, point, kwargs)
         latents, rope = model.read_latents(input_tokens, point)
         predict = self.prefix_predictions(pixel_values, input_tokens, rope)
-        past, done = [[] for _ in range(point.depth)], []
+        past: list[list[torch.Tensor]] = [[] for _ in range(point.depth)]
+        done: list[torch.Tensor] = []
         for start, stop in self.config.token_groups(point.tokens, point.attention):
             turn = (rope[0][start:stop], rope[1][start:stop])
             done.append(model.run_blocks(latents[:, start:stop], turn, point, 0, point.depth, past, **kwargs))
@@ -828,7 +854,7 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
 
     def predict(
         self,
-        pixel_values: torch.Tensor | None,
+        pixel_values: Any,  # a tensor; what is none is refused
         labels: torch.Tensor | None,
         step: OnceForAll | None,
         kwargs: dict,
@@ -921,7 +947,7 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
-            Class of each pixel; pixels of `config.semantic_loss_ignore_index` (255) are ignored.
+            Class of each pixel, at any size, to which the logits are resized for the loss; pixels of `config.semantic_loss_ignore_index` (255) are ignored.
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
@@ -948,11 +974,11 @@ class AdaPerceiverDepthHead(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """(batch, feature_size, height, width) -> (batch, 1, 4 x height, 4 x width), in metres"""
         features = resize(features, (4 * features.shape[-2], 4 * features.shape[-1]))
-        weights = self.bins(self.dropout(features)).relu() + 0.1
+        weights = self.bins(self.dropout(features)).float().relu() + 0.1  # sums over many bins need float32
         weights = weights / weights.sum(dim=1, keepdim=True)
         low, high = self.config.min_depth, self.config.max_depth
-        centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device, dtype=weights.dtype)
-        depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None]
+        centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device)
+        depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None].to(features.dtype)
         return depth if self.training else depth.clamp(low, high)
 
     def flops(self, positions: int) -> int:
@@ -982,7 +1008,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         `config.adaptive_axes`, gives a loss alone.
 
         labels (`torch.Tensor` of shape `(batch, height, width)`, *optional*):
-            Depth of each pixel; values outside `(0, config.max_depth]` and NaN are ignored.
+            Depth of each pixel, at any size, to which the prediction is resized for the loss; values outside `(0, config.max_depth]` and NaN are ignored.
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
         """
@@ -1024,7 +1050,7 @@ class AdaPerceiverBackbone(BackboneMixin, AdaPerceiverPreTrainedModel):
     def forward(self, pixel_values: torch.Tensor, **kwargs: Unpack[TransformersKwargs]) -> AdaPerceiverBackboneOutput:
         """Feature maps are of shape `(batch, hidden_size, height / patch_size, width / patch_size)`."""
         model, last = self.adaperceiver, max(self.stages)
-        point, kwargs = self.resolve(pixel_values, kwargs)
+        point, kwargs = self.resolve(pixel_values, without_saved(kwargs, policy="fixed"))
         input_tokens, point = model.embed(pixel_values, point, kwargs)
         if point.per_image() or point.exit_threshold is not None or point.depth < last:
             raise ValueError(

@@ -6,6 +6,7 @@ Its folders hold the arguments of the research code's classes as `config.json` (
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -104,7 +105,7 @@ def translate_config(config: Mapping[str, Any], source: str = CONFIG_NAME) -> di
 
 def label_names(number: int | None) -> list[str] | None:
     """The names of ImageNet-1K's or ImageNet-12K's classes, by their number, where the package has them."""
-    path = Path(__file__).parent / "evaluation" / "labels" / f"{LABELS.get(number)}.txt"
+    path = Path(__file__).parent / "evaluation" / "labels" / f"{LABELS.get(number or 0)}.txt"
     return path.read_text(encoding="utf-8").splitlines() if path.is_file() else None
 
 
@@ -138,7 +139,7 @@ def rename(tensors: Mapping[str, torch.Tensor], task: str) -> dict[str, torch.Te
 
 
 def load_official(
-    model_class: type, source: str, config: Mapping[str, Any], hub_kwargs: dict, **fields
+    model_class: type, source: str | os.PathLike, config: Mapping[str, Any], hub_kwargs: dict, **fields
 ) -> tuple[AdaPerceiverConfig, dict[str, torch.Tensor]]:
     """The `official_weights` of an official folder or hub id."""
     tensors = load_file(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Once-for-all training: one encoder pass trains every number of tokens, every width and every depth.
 
@@ -6,14 +9,14 @@ activations of one at a time. The models put them together when `config.adaptive
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from .configuration_adaperceiver import AdaPerceiverConfig
+from .configuration_adaperceiver import AdaPerceiverConfig, check_int
 from .layers_adaperceiver import AdaPerceiverDenseReadout, Rope, is_hooked
 
 
@@ -41,7 +44,7 @@ class OnceForAll(NamedTuple):
         axes: Sequence[str],
         batch_size: int,
         generator: torch.Generator | None = None,
-        **fields: float | None,
+        **fields: Any,
     ) -> "OnceForAll":
         """
         At random, as in the paper: a width for each image, a token count for each depth. `fields` are the other ones; with
@@ -86,14 +89,14 @@ class OnceForAll(NamedTuple):
         """The latents that each group of readouts reads, and their weights by tokens; the full readout comes last."""
         if self.partial_gradient == 1.0:
             return [(latents[depth - 1], of) for depth, of in weights.items()]
-        layers, widths = max(weights), self.width
+        layers = max(weights)
         full = max(weights[layers])
         sources = []
         for depth, of in weights.items():
             of = {tokens: weight for tokens, weight in of.items() if (depth, tokens) != (layers, full)}
             if of:
                 sources.append((scale_gradient(latents[depth - 1], self.partial_gradient), of))
-        widths = [widths] * len(latents[0]) if isinstance(widths, int) else widths
+        widths = (self.width,) * len(latents[0]) if isinstance(self.width, int) else self.width
         # An image of a smaller width is partial as well.
         factors = [1.0 if width == max_width else self.partial_gradient for width in widths]
         factors = torch.tensor(factors, device=latents[0].device)[:, None, None]
@@ -126,6 +129,8 @@ class OnceForAll(NamedTuple):
             raise ValueError(
                 f"`depth_tokens` must hold one count for each of {layers} blocks, got {self.depth_tokens}."
             )
+        for width in self.width if isinstance(self.width, tuple) else (self.width,):
+            check_int("width", width, 1, config.max_width)
         if isinstance(self.width, tuple) and len(self.width) != batch_size:
             raise ValueError(f"`width` must be one, or one for each of {batch_size} images, got {len(self.width)}.")
 
@@ -159,7 +164,7 @@ def dense_loss(
         )
 
     def term(tokens: int, weight: float) -> Callable[..., torch.Tensor]:
-        return lambda *tensors: weight * loss_of(readout.read(*tensors, tokens))
+        return lambda readers, query, key, value: weight * loss_of(readout.read(readers, query, key, value, tokens))
 
     readers, terms = readout.readers(input_tokens), []
     for latents, weights in sources:

@@ -1,7 +1,10 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
 
-from collections.abc import Sized
-from typing import Any, NamedTuple
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import PIL.Image
 from torch.utils.data import Dataset
@@ -11,11 +14,12 @@ from transformers import (
     ImageFeatureExtractionPipeline,
     ImageSegmentationPipeline,
 )
+from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.utils import ModelOutput
 
 from .adaptive_adaperceiver import ADAPTIVE_KWARGS, PER_IMAGE_FIELDS, AdaptiveConfig
 from .image_processing_adaperceiver import open_image, to_rgb
-from .modeling_adaperceiver import AdaptiveOutput
+from .modeling_adaperceiver import AdaPerceiverPreTrainedModel
 from .tasks_adaperceiver import TASKS
 
 
@@ -29,7 +33,7 @@ class ChosenImage(NamedTuple):
 class ChosenDataset(Dataset):
     """A dataset of inputs with one value per input for some arguments."""
 
-    def __init__(self, images: Dataset, values: dict[str, list]):
+    def __init__(self, images: Sequence | Dataset, values: dict[str, list]):
         self.images, self.values = images, values
 
     def __len__(self) -> int:
@@ -39,7 +43,13 @@ class ChosenDataset(Dataset):
         return ChosenImage(self.images[index], {name: values[index] for name, values in self.values.items()})
 
 
-class AdaPerceiverPipelineMixin:
+if TYPE_CHECKING:
+    from transformers import Pipeline as Base
+else:
+    Base = object  # each task brings its own
+
+
+class AdaPerceiverPipelineMixin(Base):
     """
     Adaptive arguments for a pipeline of transformers, `tokens=64` or `exit_threshold=0.9`.
 
@@ -53,14 +63,13 @@ class AdaPerceiverPipelineMixin:
 
     def __init__(self, *args, adaptive_config: AdaptiveConfig | None = None, **kwargs):
         given = {name: kwargs.pop(name) for name in ADAPTIVE_KWARGS if name in kwargs}
-        self.adaptive_defaults = (adaptive_config or AdaptiveConfig()).update(**given)
+        self.adaptive_defaults = AdaptiveConfig().update(adaptive_config, **given)
         super().__init__(*args, **kwargs)
         self.adaptive_defaults.validate(self.model.config)
 
     def check_model_type(self, supported_models: Any) -> None:
         """By name: no list of transformers has these classes, and remote code brings copies of them."""
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # under PEFT
-        needed = TASKS[self.task_name].model_class
+        model, needed = without_adapters(self.model), TASKS[self.task_name].model_class
         if needed not in {base.__name__ for base in type(model).__mro__}:
             raise TypeError(f"`model` of {type(self).__name__} must be of {needed}, got {type(model).__name__}.")
 
@@ -84,13 +93,16 @@ class AdaPerceiverPipelineMixin:
         values = {name: kwargs[name] for name in PER_IMAGE_FIELDS if name in kwargs}
         values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
         values = {name: list(value) for name, value in values.items() if isinstance(value, (list, tuple))}
-        if values:
+        # A column of a dataset (or a tuple) is taken like a list, but opens one image at a time.
+        is_list = isinstance(inputs, Sequence) and not isinstance(inputs, str)
+        if is_list or values:
             inputs = self._choose_per_image(inputs, values)
-        return super().__call__(inputs, **{name: value for name, value in kwargs.items() if name not in values})
+        results = super().__call__(inputs, **{name: value for name, value in kwargs.items() if name not in values})
+        return list(results) if is_list else results
 
-    def _choose_per_image(self, inputs: Any, values: dict[str, list]) -> "list[ChosenImage] | ChosenDataset":
+    def _choose_per_image(self, inputs: Any, values: dict[str, list]) -> ChosenDataset:
         for name, choices in values.items():
-            if not isinstance(inputs, (list, Dataset)) or not isinstance(inputs, Sized):
+            if not isinstance(inputs, (Sequence, Dataset)) or not isinstance(inputs, Sized):
                 raise ValueError(
                     f"`{name}` with one value per image needs a list or a dataset with a length, got "
                     f"{type(inputs).__name__}: give one value for all, or make a list of the images."
@@ -99,8 +111,7 @@ class AdaPerceiverPipelineMixin:
                 raise ValueError(
                     f"`{name}` must be one value, or one per image of the {len(inputs)}, got {len(choices)} values."
                 )
-        chosen = ChosenDataset(inputs, values)
-        return list(chosen) if isinstance(inputs, list) else chosen
+        return ChosenDataset(inputs, values)
 
     def preprocess(self, image: Any, timeout: float | None = None, **kwargs) -> dict[str, Any]:
         image, choices = image if isinstance(image, ChosenImage) else (image, {})
@@ -118,7 +129,7 @@ class AdaPerceiverPipelineMixin:
         adaptive |= {name: model_inputs.pop(name) for name in PER_IMAGE_FIELDS if name in model_inputs}
         defaults = self.adaptive_defaults.update(adaptive_config)
         image_size = tuple(model_inputs["pixel_values"].shape[-2:])
-        model_outputs: AdaptiveOutput = super()._forward({**model_inputs, **adaptive, "adaptive_config": defaults})
+        model_outputs: Any = super()._forward({**model_inputs, **adaptive, "adaptive_config": defaults})
         exits = "exit_depth" in model_outputs
         model_outputs["report"] = [
             {
@@ -136,6 +147,10 @@ class AdaPerceiverPipelineMixin:
     def postprocess(self, model_outputs: ModelOutput, report: bool = False, **kwargs) -> Any:
         result = super().postprocess(model_outputs, **kwargs)
         return {"result": result, "report": report_of(model_outputs)} if report else result
+
+
+def without_adapters(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT
 
 
 def report_of(model_outputs: ModelOutput) -> dict[str, Any]:
@@ -167,12 +182,29 @@ class AdaPerceiverImageFeatureExtractionPipeline(AdaPerceiverPipelineMixin, Imag
         super().__init__(*args, **kwargs)
         self.check_model_type(None)  # the others of transformers do so themselves
 
-    def postprocess(self, model_outputs: ModelOutput, **kwargs) -> Any:
+    def postprocess(self, model_outputs: ModelOutput, report: bool = False, **kwargs) -> Any:
         # Latents of images that ran with fewer tokens than others of their batch are followed by zeros.
         tokens = report_of(model_outputs)["tokens"]
         model_outputs["last_hidden_state"] = model_outputs["last_hidden_state"][:, :tokens]
-        return super().postprocess(model_outputs, **kwargs)
+        return super().postprocess(model_outputs, report, **kwargs)
 
+
+def choosing_by_model(stock: type, ours: type) -> type:
+    """A class that makes our pipelines of our models, and those of transformers of all others."""
+
+    class ChoosingByModel(stock):
+        def __new__(cls, model: Any = None, **kwargs) -> Any:
+            chosen = ours if isinstance(without_adapters(model), AdaPerceiverPreTrainedModel) else stock
+            return chosen(model=model, **kwargs)
+
+    return ChoosingByModel
+
+
+# A model in memory says nothing to `pipeline(task, model=model)`, and the pipelines of transformers swallow what they do not know.
+for pipeline_class in AdaPerceiverPipelineMixin.__subclasses__():
+    entry = PIPELINE_REGISTRY.supported_tasks[pipeline_class.task_name]
+    choosing = choosing_by_model(entry["impl"], pipeline_class)
+    PIPELINE_REGISTRY.supported_tasks[pipeline_class.task_name] = {**entry, "impl": choosing}
 
 __all__ = [
     "AdaPerceiverDepthEstimationPipeline",

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """
 Policies: the right operating point for each image.
 

@@ -1,3 +1,6 @@
+# Copyright 2026 The AdaPerceiver for Hugging Face authors.
+# Licensed under the Apache License, Version 2.0.
+
 """The tasks of the heads, by the names of their pipelines, and the classes that belong to them, by name."""
 
 from typing import NamedTuple

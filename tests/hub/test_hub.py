@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import accelerate
@@ -15,9 +17,16 @@ import pytest
 import torch
 from conftest import MODEL_CLASSES, ROOT, TINY, aligned, assert_equal, images
 from huggingface_hub import ModelCard
-from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, BitImageProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    BitImageProcessor,
+    PreTrainedModel,
+)
 from transformers.dynamic_module_utils import get_relative_import_files
 
+import adaperceiver
 from adaperceiver import (
     AdaPerceiverBackbone,
     AdaPerceiverConfig,
@@ -28,6 +37,8 @@ from adaperceiver import (
     AdaPerceiverModel,
     AdaptiveConfig,
 )
+from adaperceiver.hub_adaperceiver import custom_pipelines, link_sources
+from adaperceiver.tasks_adaperceiver import AUTO_MAP
 
 
 SOURCES = {path.name for path in (ROOT / "modeling").glob("*_adaperceiver.py")}
@@ -108,6 +119,22 @@ def test_saving_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):
     assert model.config.to_dict() == before
     assert config_of(tmp_path)["output_tokens"] == "dense"
     assert config_of(tmp_path)["architectures"] == ["AdaPerceiverForSemanticSegmentation"]
+
+
+def test_saves_in_threads_never_change_the_config_in_memory(tiny_model, tmp_path, monkeypatch):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    config, both, save, seen = model.config, Barrier(2), PreTrainedModel.save_pretrained, []
+
+    def together(self, *args, **kwargs):
+        both.wait(timeout=60)
+        seen.append(model.config)
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", together)
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(lambda index: model.save_pretrained(tmp_path / str(index), save_code=index > 0), range(2)))
+    assert all(one is config for one in (*seen, model.config))
+    assert ["auto_map" in config_of(tmp_path / str(index)) for index in range(2)] == [False, True]
 
 
 def test_a_failed_save_leaves_the_config_in_memory_as_it_was(tiny_model, tmp_path):
@@ -205,6 +232,79 @@ def test_a_registered_class_of_ones_own_is_saved_with_its_file(tiny_model, tmp_p
     auto_map = config_of(tmp_path / "model")["auto_map"]
     assert auto_map["AutoModelForImageClassification"] == "my_classifier.MyClassifier"
     assert auto_map["AutoModel"] == "modeling_adaperceiver.AdaPerceiverModel"
+
+
+# --------------------------------------------------------------------------------------------------- linked folders
+
+
+CHECKPOINTS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
+
+
+@pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda folder: folder.name)
+def test_a_shipped_folder_links_to_every_source_file_and_names_them(folder):
+    links = {path.name: path for path in folder.iterdir() if path.is_symlink()}
+    assert set(links) == SOURCES
+    for name, path in links.items():
+        assert not path.readlink().is_absolute()
+        source = "configuration" if name == "configuration_adaperceiver.py" else "modeling"
+        assert path.resolve() == ROOT / source / name
+    config = config_of(folder)
+    model_class = getattr(adaperceiver, config["architectures"][0])
+    assert config["auto_map"] == AUTO_MAP
+    assert config["custom_pipelines"] == custom_pipelines(model_class.task)
+    assert list(config) == sorted(config)
+
+
+@pytest.fixture
+def linked(tiny_model, tmp_path):
+    """A copy of the repository's sources, and a checkpoint with links to them."""
+    for folder in ("modeling", "configuration"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / "checkpoints" / "linked"
+    tiny_model(AdaPerceiverForDistillation).save_pretrained(folder, save_code=False)
+    link_sources(folder)
+    for name in SOURCES:  # to the copy
+        (folder / name).unlink()
+        source = "configuration" if name == "configuration_adaperceiver.py" else "modeling"
+        (folder / name).symlink_to(Path("..", "..", source, name))
+    return folder
+
+
+@pytest.mark.parametrize("save_code", [True, False])
+def test_saving_onto_links_replaces_them_and_leaves_their_targets_alone(save_code, linked):
+    for path in (linked.parents[1] / "modeling").glob("*.py"):
+        path.write_text(path.read_text() + "# mine\n")
+    before = {path: path.read_text() for path in linked.parents[1].rglob("*.py") if not path.is_symlink()}
+    model = AutoModelForImageClassification.from_pretrained(linked)
+    model.save_pretrained(linked, save_code=save_code)
+    assert not any(path.is_symlink() for path in linked.iterdir())
+    assert {path: path.read_text() for path in before} == before
+    assert AutoModelForImageClassification.from_pretrained(linked).config.num_labels == 10
+
+
+def save_parts_onto_links():
+    import shutil
+    from pathlib import Path
+
+    from transformers import AutoConfig, AutoImageProcessor
+
+    parts = [
+        each.from_pretrained("checkpoints/linked", trust_remote_code=True) for each in (AutoImageProcessor, AutoConfig)
+    ]
+    sources = {path: f"{path.read_text()}# mine\n" for path in Path().glob("[cm]o*/*_*.py")}
+    assert len(sources) > 10
+    for path, text in sources.items():
+        path.write_text(text)
+    for index, part in enumerate(parts):
+        folder = Path(f"checkpoints/{index}")
+        shutil.copytree("checkpoints/linked", folder, symlinks=True)
+        part.save_pretrained(folder)  # transformers copies the remote code, as it was
+        assert not any(path.is_symlink() for path in folder.iterdir())
+    assert {path: path.read_text() for path in sources} == sources
+
+
+def test_saving_a_processor_or_a_config_of_remote_code_onto_links_replaces_them(linked, run):
+    assert run(save_parts_onto_links) == "held"
 
 
 # ------------------------------------------------------------------------------------------------------ pushing
@@ -412,6 +512,32 @@ def load_with_transformers_alone():
     model.save_pretrained("from-the-hub")
     assert sources("from-the-hub") == sources(folder)
     assert pipeline(model="someone/tiny.model", **remote)("image.jpg", width=16, top_k=1)
+
+
+def load_the_shipped_folders():
+    import json
+    from pathlib import Path
+
+    import PIL.Image
+    import transformers
+    from transformers import AutoImageProcessor, AutoModel, pipeline
+
+    remote, image = {"trust_remote_code": True}, PIL.Image.new("RGB", (60, 40), "red")
+    for path in Path("checkpoints").glob("*/config.json"):
+        folder, config = str(path.parent), json.loads(path.read_text())
+        pixel_values = AutoImageProcessor.from_pretrained(folder, **remote)(image, return_tensors="pt").pixel_values
+        ((task, entry),) = config["custom_pipelines"].items()
+        for auto_class in (AutoModel, getattr(transformers, entry["pt"][0])):
+            model = auto_class.from_pretrained(folder, **remote).eval()
+            assert model(pixel_values, tokens=4).operating_points[0].tokens == 4
+        pipe = pipeline(task, folder, **remote)
+        assert pipe(image, tokens=4, report=True)["report"]["tokens"] == 4
+
+
+@pytest.mark.parametrize("with_package", [True, False], ids=["with the package", "without"])
+def test_the_shipped_folders_load_and_run(with_package, run, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    assert run(load_the_shipped_folders, with_package) == "held"
 
 
 def test_every_folder_loads_runs_and_saves_again_with_transformers_alone(saved, run):

@@ -160,6 +160,7 @@ def test_label_maps_keep_to_their_classes_and_follow_their_images(segmentation_p
     [
         ([CLASSES, CLASSES], "must be one per image, got 2 for 1 images"),
         (CLASSES.astype(int) + 1, "classes from 0 to 255, got shape .* with values 1 to 256"),
+        (CLASSES[:-1], r"must be as large as their images, got \(\d+, \d+\) for an image of \(70, 90\)"),
         (PICTURE, r"must be of shape \(height, width\) .*, got shape \(70, 90, 3\)"),
     ],
 )

@@ -1,11 +1,14 @@
 """Pipelines: adaptive arguments for each task, inputs of all kinds, with the package and through remote code."""
 
+import json
+
+import peft
 import PIL.Image
 import pytest
 import torch
 from conftest import assert_equal, run
-from datasets import Dataset, Image
-from transformers import ImageClassificationPipeline, pipeline
+from datasets import Column, Dataset, Image
+from transformers import pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 from adaperceiver import (
@@ -135,8 +138,12 @@ def in_dataset(pictures):
     return KeyDataset(dataset, "picture")
 
 
+def in_column(pictures):
+    return in_dataset(pictures).dataset["picture"]
+
+
 @every_task
-@pytest.mark.parametrize("form", [list, in_generator, in_dataset])
+@pytest.mark.parametrize("form", [list, tuple, in_generator, in_dataset, in_column])
 def test_many_images_come_back_in_order_whatever_holds_them(make, task, form):
     pipe = make(task, **POINT)
     results = list(pipe(form(PICTURES), batch_size=2))
@@ -145,8 +152,15 @@ def test_many_images_come_back_in_order_whatever_holds_them(make, task, form):
         assert_same(result, pipe(picture))
 
 
+def test_a_column_of_a_dataset_is_taken_like_a_list(make):
+    pipe, column = make("image-classification"), in_column(PICTURES)
+    assert type(column) is Column
+    assert isinstance(pipe(column), list)
+    assert pipe(column[:0]) == pipe([]) == []
+
+
 @every_task
-@pytest.mark.parametrize("form", [list, in_dataset])
+@pytest.mark.parametrize("form", [list, in_dataset, in_column])
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_values_per_image_reach_their_images_alone(make, task, form, batch_size):
     pipe = make(task)
@@ -273,11 +287,41 @@ def test_the_package_needs_no_remote_code_for_a_folder(make, tmp_path, save_code
     assert_same(loaded(PICTURES[0]), pipe(PICTURES[0], tokens=4))
 
 
-def test_a_model_in_memory_gets_the_pipeline_of_transformers_unless_told(make):
+@every_task
+def test_a_model_in_memory_gets_our_pipeline(make, task):
+    ours = make(task)
+    found = pipeline(task, ours.model, image_processor=ours.image_processor, device="cpu")
+    assert type(found) is TASKS[task][1]
+    assert_same(found(PICTURES[0], tokens=4), ours(PICTURES[0], tokens=4))
+    with pytest.raises(TypeError, match="Unknown argument `token_count`"):
+        found(PICTURES[0], token_count=4)
+
+
+def test_a_model_in_memory_under_an_adapter_gets_our_pipeline(make):
+    ours = make("image-segmentation")
+    model = peft.get_peft_model(ours.model, peft.LoraConfig(target_modules=["fc2"]))
+    found = pipeline("image-segmentation", model, image_processor=ours.image_processor, device="cpu")
+    assert_same(found(PICTURES[0], tokens=4), ours(PICTURES[0], tokens=4))
+
+
+def test_a_model_in_memory_is_refused_by_the_task_of_another_head(make):
     ours = make("image-classification")
-    stock = pipeline("image-classification", ours.model, image_processor=ours.image_processor, device="cpu")
-    assert type(stock) is ImageClassificationPipeline
-    assert_same(stock(PICTURES[0]), ours(PICTURES[0]))
+    for task in TASKS.keys() - {"image-classification"}:
+        with pytest.raises(
+            TypeError, match=r"`model` of .*Pipeline must be of .*, got AdaPerceiverForImageClassification"
+        ):
+            pipeline(task, ours.model, image_processor=ours.image_processor)
+
+
+def test_every_folder_serves_features_beside_its_own_task(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    load = {"trust_remote_code": True, "device": "cpu"}
+    for task in TASKS:
+        make(task).model.save_pretrained(tmp_path / task)
+        pipe = pipeline("image-feature-extraction", str(tmp_path / task), **load)
+        assert len(pipe(PICTURES[0], tokens=4)[0]) == 4
+        assert pipeline(model=str(tmp_path / task), **load).task == task
+        assert list(json.loads((tmp_path / task / "config.json").read_text())["custom_pipelines"]) == [task]
 
 
 REMOTE = """
@@ -320,7 +364,12 @@ for task in TASKS:
     pipe.save_pretrained(f"{task}-again")
     again = pipeline(model=f"{task}-again", trust_remote_code=True, device="cpu")
     assert (type(again).__name__, again.task) == (type(pipe).__name__, task)
-assert before == stock() and tasks == PIPELINE_REGISTRY.supported_tasks
+    in_memory = pipeline(task, model=pipe.model, image_processor=pipe.image_processor, device="cpu")
+    assert type(in_memory).__name__ == type(pipe).__name__  # of the copy that the model came with
+    features = pipeline("image-feature-extraction", model=task, trust_remote_code=True, device="cpu")
+    assert len(features(pictures[0], tokens=3)[0]) == 3
+assert before == stock()
+assert {task for task in tasks if tasks[task] != PIPELINE_REGISTRY.supported_tasks[task]} == set(TASKS)
 pipe = pipeline("image-classification", model="image-classification", trust_remote_code=True, device="cpu")
 assert len(pipe(pictures[0], tokens=8, exit_threshold=0.9, top_k=3)) == 3
 torch.save(results, "results.pt")

@@ -1,8 +1,10 @@
 """Early exit, choices per image, budgets, costs, anytime prediction and sub-networks: fast paths against plain ones."""
 
 import copy
+import json
 from itertools import product
 
+import peft
 import pytest
 import torch
 from conftest import counted_flops
@@ -397,9 +399,9 @@ def test_what_is_given_beside_a_budget_stays():
 def test_a_saved_budget_gives_way_to_a_point_that_is_spelled_out(images):
     model = official_model(AdaPerceiverForImageClassification)
     model.adaptive_config = AdaptiveConfig(max_gflops=1e-6, max_latency_ms=1e-6)
-    with pytest.raises(ValueError, match="max_gflops"):
+    with pytest.raises(ValueError, match="`max_latency_ms` needs a latency profile"):
         model(images)
-    with pytest.raises(ValueError, match="max_gflops"):
+    with pytest.raises(ValueError, match="`max_latency_ms` needs a latency profile"):
         model(images, tokens=4)
     assert model.operating_point(**FULL)[:3] == (16, 64, 4)
     model.profile(repeats=1, progress=False)  # measures in spite of it
@@ -456,6 +458,41 @@ def test_a_latency_budget_goes_by_the_measured_profile(images, tmp_path):
         model(images, max_latency_ms=1)
     with pytest.raises(ValueError, match="batch of 2 images"):
         model(images[:2], max_latency_ms=100)
+
+
+@pytest.mark.parametrize("name", ["machine", "device", "dtype", "threads"])
+def test_a_profile_of_other_conditions_is_refused(images, name):
+    model = official_model(AdaPerceiverForImageClassification)
+    profile = model.profile(batch_size=9, depths=[4], repeats=1, progress=False)
+    here, elsewhere = getattr(profile, name), 99 if name == "threads" else "elsewhere"
+    model(images, max_latency_ms=1e9)
+    setattr(profile, name, elsewhere)
+    with pytest.raises(
+        ValueError, match=f"`max_latency_ms` needs a profile for {name} .* is for {elsewhere!r}"
+    ) as error:
+        model(images, max_latency_ms=1e9)
+    assert f"{name} {here!r}," in str(error.value)
+
+
+def test_what_a_profile_did_not_measure_is_not_affordable(images):
+    model = official_model(AdaPerceiverForImageClassification)
+    model.profile(batch_size=9, depths=[1], repeats=1, progress=False)
+    assert model.operating_point(batch_size=9, max_latency_ms=1e9)[:3] == (16, 64, 1)
+    assert model.operating_point(batch_size=9, max_latency_ms=1e9, tokens=8)[:3] == (8, 64, 1)
+    with pytest.raises(ValueError, match=r"profile has no tokens=4, width=32, depth=2; .* and depths 1 to 1"):
+        model.operating_point(batch_size=9, max_latency_ms=1e9, depth=2)
+    with pytest.raises(ValueError, match=r"profile has no tokens=5, .*; it has \(tokens, width\) in"):
+        model.operating_point(batch_size=9, max_latency_ms=1e9, tokens=5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.9"], ids=str)
+def test_a_score_that_is_no_number_is_refused(value, tmp_path):
+    points = [{"tokens": 4, "width": 64, "depth": 4, "value": value}]
+    with pytest.raises(ValueError, match=f"`points` must have finite numbers as values, got .*{value}"):
+        AccuracyTable("made up", points)
+    (tmp_path / "accuracy_table.json").write_text(json.dumps({"metric": "made up", "points": points}))
+    with pytest.raises(ValueError, match=r"accuracy_table\.json is not a valid AccuracyTable: `points`"):
+        AccuracyTable.from_pretrained(tmp_path)
 
 
 # --- anytime
@@ -552,3 +589,20 @@ def test_a_backbone_can_be_cut_too(tiny_config):
     small = AdaPerceiverBackbone(tiny_config).extract(depth=1)
     assert small.stage_names == ["stem", "stage1"]
     assert small(torch.randn(1, 3, 32, 32)).feature_maps[0].shape == (1, 32, 4, 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 3, 5, 8, 12])
+def test_a_sub_network_keeps_the_borders_of_the_block_mask(tokens, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, token_granularities=[2, 4], max_latent_tokens=8)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    assert_equal(model.extract(tokens=tokens)(pixel_values).logits, model(pixel_values, tokens=tokens).logits)
+
+
+def test_a_model_under_an_adapter_must_be_merged_to_be_cut(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc2"], init_lora_weights=False))
+    with pytest.raises(ValueError, match=r"`extract` needs plain weights, got none for .*fc2.*: merge adapters first"):
+        adapted.extract(depth=1)
+    merged = adapted.merge_and_unload()
+    assert merged.extract(depth=1).config.num_hidden_layers == 1

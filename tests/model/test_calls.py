@@ -182,7 +182,128 @@ def test_a_saved_threshold_means_nothing_where_all_images_run_alike(tiny_model):
     assert_equal(list(model.anytime(pixel_values))[-1].logits, last)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("captured", ["output_hidden_states", "output_attentions"])
+def test_a_saved_threshold_or_router_means_nothing_where_states_are_captured(captured, tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForImageClassification, router_ratio=0.5), images()
+    model.set_attn_implementation("eager")
+    expected = model(pixel_values, **{captured: True}).to_tuple()
+    saved = AdaptiveConfig(exit_threshold=0.1, policy="router")
+    model.adaptive_config = saved
+    assert_equal(model(pixel_values, **{captured: True}).to_tuple(), expected)
+    for asked in ({"exit_threshold": 0.1}, {"policy": "router"}, {"adaptive_config": saved}):
+        with pytest.raises(ValueError, match=f"`{captured}` needs all images to run through the same blocks"):
+            model(pixel_values, **{captured: True}, **asked)
+    model.config.output_hidden_states = True
+    assert_equal(model(pixel_values).logits, expected[0])
+
+
+def test_a_threshold_in_the_config_of_a_call_is_refused_where_all_images_run_alike(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    with pytest.raises(ValueError, match="no `exit_threshold`"):
+        model.logits_grid(images(), adaptive_config=AdaptiveConfig(exit_threshold=0.1))
+
+
+@torch.no_grad()
+def test_a_saved_router_means_nothing_to_a_backbone(tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverBackbone, router_ratio=0.5), images()
+    expected = model(pixel_values).feature_maps
+    model.adaptive_config = AdaptiveConfig(policy="router")
+    assert_equal(model(pixel_values).feature_maps, expected)
+
+
+@pytest.mark.parametrize("labels", [0, 1])
+def test_early_exit_needs_two_labels_to_be_unsure_between(labels, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, num_labels=labels)
+    with pytest.raises(ValueError, match=f"`exit_threshold` needs at least 2 labels, got `num_labels` {labels}"):
+        model(images(), exit_threshold=0.9)
+
+
+# ------------------------------------------------------------------------------------------ values of the wrong kind
+
+
+@every_class
+@pytest.mark.parametrize("kind", ["list", "numpy"])
+def test_pixel_values_that_are_no_tensor_are_refused(model_class, kind, tiny_model):
+    pixel_values = images().numpy() if kind == "numpy" else images().tolist()
+    with pytest.raises(TypeError, match=r"`pixel_values` must be a tensor of shape \(batch, 3, height, width\), got "):
+        tiny_model(model_class)(pixel_values)
+
+
+def test_pixel_values_that_are_no_tensor_are_refused_in_a_once_for_all_step(tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification, adaptive_axes=["tokens"]).train()
+    with pytest.raises(TypeError, match="`pixel_values` must be a tensor"):
+        model(images().tolist(), labels=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("value", [{}, {"tokens": 4}, "tokens"], ids=str)
+def test_an_adaptive_config_of_another_type_is_refused(value, tiny_model, tmp_path):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    model.save_pretrained(tmp_path)
+    processor = image_processor_for(model.config, "image-classification")
+    for use in (
+        lambda: model(images(), adaptive_config=value),
+        lambda: setattr(model, "adaptive_config", value),
+        lambda: AdaPerceiverForImageClassification.from_pretrained(tmp_path, adaptive_config=value),
+        lambda: AdaPerceiverImageClassificationPipeline(model=model, image_processor=processor, adaptive_config=value),
+    ):
+        with pytest.raises(
+            TypeError, match=f"`adaptive_config` must be an AdaptiveConfig, got .* {type(value).__name__}"
+        ):
+            use()
+
+
+@pytest.mark.parametrize("size", [(30, 32), (32, 36), (4, 32), (0, 8), (-8, 8)])
+def test_a_cost_of_images_without_whole_patches_is_refused(size, tiny_model):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    for ask in (model.flops, model.profile, lambda image_size: model.operating_point(image_size, max_gflops=1)):
+        with pytest.raises(ValueError, match="`image_size` must be multiples of the patch size 8, got "):
+            ask(image_size=size)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("flops", {"batch_size": -1}, "`batch_size` must be an integer of at least 1, got -1"),
+        ("flops", {"tokens": [4, 8]}, r"`tokens` must be one value for `flops`, got \[4, 8\]"),
+        ("profile", {"repeats": 0}, "`repeats` must be an integer of at least 1, got 0"),
+        ("profile", {"batch_size": 0}, "`batch_size` must be an integer of at least 1, got 0"),
+        ("profile", {"depths": [1, 3]}, "`depths` must be an integer from 1 to 2, got 3"),
+        ("profile", {"depths": []}, "`depths` must not be empty"),
+        ("extract", {"tokens": [1, 2]}, r"`tokens` must be one value for `extract`, got \[1, 2\]"),
+        ("extract", {"depth": torch.tensor([1, 2])}, "`depth` must be one value for `extract`, got tensor"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(method, arguments, message, tiny_model):
+    with pytest.raises(ValueError, match=message):
+        getattr(tiny_model(AdaPerceiverForImageClassification), method)(**arguments)
+
+
 # --------------------------------------------------------------------------------------- budgets, policies and lists
+
+
+def test_a_saved_latency_budget_without_a_profile_stops_calls_and_nothing_else(tiny_model):
+    model, pixel_values = tiny_model(AdaPerceiverForImageClassification), images()
+    flops, labels = model.flops(), torch.tensor([0, 1])
+    model.adaptive_config = AdaptiveConfig(max_latency_ms=5)
+    message = "`max_latency_ms` needs a latency profile .* turn the budget off with `max_latency_ms=False`"
+    for call in (
+        lambda: model(pixel_values),
+        lambda: model(pixel_values, tokens=4),
+        lambda: model.logits_grid(pixel_values),
+        lambda: model.extract(),
+        lambda: model.flops(max_latency_ms=5),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert model.flops() == flops
+    assert model.flops(tokens=4)["total"] < flops["total"]
+    small = model.extract(depth=1)
+    assert (small.config.num_hidden_layers, small.config.max_latent_tokens) == (1, 16)
+    assert model(pixel_values, max_latency_ms=False).operating_point[:3] == (16, 32, 2)
+    model.train()(pixel_values, labels=labels).loss.backward()
+    with pytest.raises(ValueError, match=message):
+        model(pixel_values, labels=labels, max_latency_ms=5)
 
 
 def test_a_budget_goes_with_lists_and_holds_for_the_largest(tiny_model):

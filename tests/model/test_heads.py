@@ -143,6 +143,20 @@ def test_depth_is_clamped_and_sized_as_the_image_outside_training(images):
     assert outputs.loss.isfinite()
 
 
+@torch.no_grad()
+def test_depth_in_half_precision_sums_its_bins_in_float32():
+    head = official_model(AdaPerceiverForDepthEstimation).head.to(torch.bfloat16)
+    head.bins.weight.normal_()
+    features = torch.randn(1, head.bins.in_channels, 8, 8).to(torch.bfloat16)
+    larger = nn.functional.interpolate(features, size=(32, 32), mode="bilinear", align_corners=False)
+    weights = head.bins(larger).double().relu() + 0.1
+    centres = torch.linspace(head.config.min_depth, head.config.max_depth, head.config.num_depth_bins).double()
+    expected = (weights * centres[:, None, None]).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+    depth = head(features)
+    assert depth.dtype == torch.bfloat16
+    torch.testing.assert_close(depth.double(), expected, rtol=2**-8, atol=0)  # one rounding
+
+
 def test_the_depth_loss_can_warm_up(images):
     model, labels = official_model(AdaPerceiverForDepthEstimation), torch.rand(2, 32, 32) * 9 + 0.5
     assert model(images, labels=labels, loss_warm_up=True).loss < model(images, labels=labels).loss

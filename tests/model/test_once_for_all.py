@@ -314,6 +314,8 @@ def test_a_sum_in_turn_keeps_one_term_at_a_time():
     [
         (STEP._replace(tokens=(3, 16)), r"`tokens` must be among the granularities .*, got \(3, 16\)"),
         (STEP._replace(depth_tokens=(4,)), "`depth_tokens` must hold one count for each of 2 blocks"),
+        (STEP._replace(width=99), "`width` must be an integer from 1 to 32, got 99"),
+        (STEP._replace(width=(16, 32, 0, 16)), "`width` must be an integer from 1 to 32, got 0"),
         (STEP._replace(width=(16, 32)), "`width` must be one, or one for each of 4 images, got 2"),
     ],
 )

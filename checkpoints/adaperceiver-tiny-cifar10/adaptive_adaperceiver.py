@@ -1,0 +1,1 @@
+../../modeling/adaptive_adaperceiver.py

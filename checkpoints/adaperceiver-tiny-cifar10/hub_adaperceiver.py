@@ -1,0 +1,1 @@
+../../modeling/hub_adaperceiver.py

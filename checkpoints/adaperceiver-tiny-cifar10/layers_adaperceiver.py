@@ -1,0 +1,1 @@
+../../modeling/layers_adaperceiver.py

@@ -1,0 +1,1 @@
+../../modeling/official_adaperceiver.py

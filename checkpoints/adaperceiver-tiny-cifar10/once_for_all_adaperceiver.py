@@ -1,0 +1,1 @@
+../../modeling/once_for_all_adaperceiver.py

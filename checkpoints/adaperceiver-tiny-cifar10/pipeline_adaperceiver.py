@@ -1,0 +1,1 @@
+../../modeling/pipeline_adaperceiver.py

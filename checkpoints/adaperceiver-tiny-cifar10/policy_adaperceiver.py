@@ -1,0 +1,1 @@
+../../modeling/policy_adaperceiver.py

@@ -1,0 +1,1 @@
+../../modeling/tasks_adaperceiver.py
