@@ -21,7 +21,8 @@ from adaperceiver.training.arguments import (
     parse,
     recipe_for,
 )
-from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments
+from adaperceiver.training.dense_augmentation import DenseAugmentation
+from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 

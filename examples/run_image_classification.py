@@ -55,6 +55,7 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
         raise ValueError("--streaming is not for fine-tuning, whose data is passed many times.")
     if run.smoke:
         shrink(run, data, optimization)
+    tuning.check()
     started = start(run, data, augmentation, optimization, tuning)
     if started is None:
         return

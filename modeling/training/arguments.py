@@ -25,14 +25,17 @@ RECIPES = next(folder for folder in (PACKAGE / "recipes", PACKAGE.parent / "exam
 
 def command_line(main: Callable[[list[str]], None]) -> None:
     """
-    Run a script. Input that cannot be used is an error of one line and exit code 2; `python -X dev` shows where it was raised.
+    Run a script. Input that cannot be used is an error of one line and exit code 2; with PYTHONDEVMODE=1 a traceback.
     """
     try:
         main(sys.argv[1:])
     except (ValueError, OSError, FloatingPointError) as error:
         if sys.flags.dev_mode:
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        message = str(error)
+        if "Original Traceback" in message:  # from a process of a data loader, whose own error is the last line
+            message = message.strip().splitlines()[-1].partition(": ")[2]
+        print("error:", " ".join(message.split()), file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -82,8 +85,8 @@ class Parser(HfArgumentParser):
 @dataclass
 class RunArguments:
     output_dir: str = field(default="runs/distill", metadata={"help": "Checkpoints, metrics and the final model."})
-    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
-    overwrite: bool = field(default=False, metadata={"help": "Start anew where output_dir holds an earlier run."})
+    resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace the earlier run in output_dir."})
     smoke: bool = field(default=False, metadata={"help": "Shrink the run to a minute or two: few small steps."})
     seed: int = 0
     tracker: str | None = field(
@@ -184,11 +187,10 @@ def read_recipe(path: Path, known: set[str]) -> tuple[dict[str, Any], list[dict[
         raise ValueError(f"The recipe {path} must be YAML or JSON: {error}") from error
     recipe = {} if recipe is None else recipe
     stages = recipe.pop("stages", None) or [{}] if isinstance(recipe, dict) else []
-    for part in [recipe, *stages] if isinstance(stages, list) else [stages]:
+    stages = stages if isinstance(stages, list) else [stages, None]  # a mapping is not a list of stages
+    for part in [recipe, *stages]:
         if not isinstance(part, dict):
-            raise ValueError(
-                f"The recipe {path} and its stages must be mappings of options to values, got {str(part)[:50]!r}."
-            )
+            raise ValueError(f"The recipe {path} must be a mapping, and its stages a list of mappings.")
         if unknown := [name for name in part if name not in known]:
             raise ValueError(
                 f"The recipe {path} has {unknown[0]}, which is no option of this script"

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from .checks import at_least, at_most_one, require
+
 
 @dataclass
 class AugmentationArguments:
@@ -14,10 +16,18 @@ class AugmentationArguments:
     )
     flip: bool = True
     randaugment_ops: int = 2
-    randaugment_magnitude: int = field(default=15, metadata={"help": "0 to 30; 0 leaves RandAugment out."})
+    randaugment_magnitude: int = field(default=15, metadata={"help": "0 to 30; 0 turns RandAugment off."})
     mixup_alpha: float = 1.0
     cutmix_alpha: float = 0.0
     erasing: float = field(default=0.0, metadata={"help": "Probability of random erasing."})
+
+    def __post_init__(self):
+        allowed = "two numbers from 0 to 1, the smaller first"
+        require(self, allowed, lambda scale: len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1, "crop_scale")
+        at_least(self, 1, "randaugment_ops")
+        require(self, "from 0 to 30", lambda magnitude: 0 <= magnitude <= 30, "randaugment_magnitude")
+        at_least(self, 0, "mixup_alpha", "cutmix_alpha")
+        at_most_one(self, "erasing")
 
 
 def seed_of(*numbers: int) -> int:

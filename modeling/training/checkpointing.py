@@ -1,13 +1,18 @@
 """What a run writes: checkpoints that are whole or not there, metrics, and the card of the model."""
 
+import errno
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate import Accelerator
+
+from .checks import as_text
 
 
 def write_whole(folder: Path, write: Callable[[Path], None], accelerator: Accelerator | None = None) -> None:
@@ -39,14 +44,109 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
 
 
-class Metrics:
-    """One JSON object a line, in `metrics.jsonl`; what an interrupted run wrote after its last checkpoint is dropped."""
+def load_newest(folder: Path, accelerator: Accelerator) -> None:
+    """Load the newest checkpoint of a run, if it has one."""
+    *earlier, newest = checkpoints(folder) or [None]
+    if newest is None:
+        return
+    try:
+        accelerator.load_state(str(newest))
+    except Exception as error:  # whatever reads the damaged file raises
+        instead = f"go on from {earlier[-1].name}" if earlier else "start anew"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{newest} cannot be loaded. Remove it to {instead}. ({reason})") from error
 
-    def __init__(self, path: Path, step: int, accelerator: Accelerator):
+
+# --------------------------------------------------------------------------------------------------- one run in a folder
+
+
+FREE = {  # arguments that a resumed run may change, because they do not change what is trained
+    "output_dir",
+    "resume",
+    "overwrite",
+    "smoke",
+    "tracker",
+    "log_steps",
+    "save_steps",
+    "eval_steps",
+    "eval_batch_size",
+    "workers",
+    "compile_teacher",
+    "trust_remote_code",
+}
+PLACES = {"dataset", "model", "teacher", "init_from", "stem_from", "label_map"}  # may move, under the same name
+
+
+def record_arguments(folder: Path, arguments: dict[str, Any]) -> None:
+    (folder / "arguments.json").write_text(json.dumps(arguments, indent=2) + "\n")
+
+
+def check_resumed(folder: Path, arguments: dict[str, Any]) -> None:
+    """Raise where a run is resumed with other arguments than it was started with."""
+    path = folder / "arguments.json"
+    if not path.exists() or not checkpoints(folder):
+        return
+
+    def comparable(name: str, value: Any) -> Any:
+        if name not in PLACES or value is None:
+            return value
+        return [Path(one).name for one in value] if isinstance(value, (list, tuple)) else Path(value).name
+
+    before, now = json.loads(path.read_text()), json.loads(json.dumps(arguments))
+    free = FREE - {"workers"} if now.get("streaming") else FREE  # a stream is divided among its workers
+    changed = [
+        f"--{name} was {as_text(before[name])}, not {as_text(now[name])}"
+        for name in now
+        if name in before and name not in free and comparable(name, now[name]) != comparable(name, before[name])
+    ]
+    if changed:
+        raise ValueError(f"--resume goes on with the arguments that {folder} was started with: {'; '.join(changed)}.")
+
+
+_locks: dict[Path, Any] = {}  # open files: a lock is gone when its file is closed, or its process has ended
+
+
+def lock(folder: Path) -> None:
+    """Reserve a folder for this process until it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    path = folder.resolve() / ".lock"
+    if path in _locks:
+        return
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, not inherited by the loader's processes
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise ValueError(f"--output_dir {folder} is in use by {file.read().strip()}.") from error
+        return  # a file system without locks
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locks[path] = file
+
+
+# -------------------------------------------------------------------------------------------------- metrics and the card
+
+
+class Metrics:
+    """
+    One JSON object per line, in `metrics.jsonl`. What an interrupted run wrote after its last checkpoint is dropped: losses
+    after `step`, scores after `evaluated`.
+    """
+
+    def __init__(self, path: Path, step: int, evaluated: int, accelerator: Accelerator):
         self.path, self.accelerator = path, accelerator
         if accelerator.is_main_process:
-            lines = path.read_text().splitlines() if path.exists() and step else []
-            path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+            lines = read_metrics(path) if path.exists() and step else []
+            kept = [line for line in lines if line["step"] <= (step if "loss" in line else evaluated)]
+            part = path.with_name(f".{path.name}.part")
+            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            part.rename(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
@@ -55,8 +155,20 @@ class Metrics:
         self.accelerator.log({name: value for name, value in values.items() if isinstance(value, (int, float))}, step)
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`. The last may be cut short, where a process was killed as it wrote."""
+    found, lines = [], path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"Line {number} of {path} must be JSON, got {line[:50]!r}.") from error
+    return found
+
+
 def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict[str, Any]) -> str:
-    """What the weights are, how they came to be, and what they score."""
+    """The text of the card: how the weights were trained, and their scores. `save_pretrained` adds the hub's metadata to it."""
     lines = [
         f"# {title}",
         "",

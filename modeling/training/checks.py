@@ -1,8 +1,21 @@
 """Checks that several groups of arguments share."""
 
+import json
+import os
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from .. import AdaPerceiverConfig
+
+
+AXES = ("tokens", "depth", "width")
+SHIPPED = str(Path(__file__).parents[2] / "checkpoints" / "adaperceiver-tiny-cifar10")  # of a checkout
 
 
 def require(arguments: Any, allowed: str, holds: Callable[[Any], bool], *names: str) -> None:
@@ -33,3 +46,45 @@ def as_text(value: Any) -> str:
 def suggestion(name: str, names: Any) -> str:
     close = get_close_matches(name, list(names), n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def check_axes(arguments: Any) -> None:
+    require(arguments, f"any of {', '.join(AXES)}", lambda axes: {*axes} <= {*AXES}, "adaptive_axes")
+
+
+def check_checkpoint(option: str, name: str, adaperceiver: bool = False) -> None:
+    """Raise unless there is a model to load, and of our kind with `adaperceiver`, before anything else is loaded."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--{option} must be a folder with a config.json, or the id of a model on the hub, got {name}: {error}"
+        ) from error
+    if adaperceiver and config.get("model_type") != "adaperceiver":
+        raise ValueError(f"--{option} must be an AdaPerceiver, got {name}, which is {config.get('model_type')}.")
+
+
+def config_fields(option: str, text: str) -> dict[str, Any]:
+    """The fields of `AdaPerceiverConfig` that JSON gives: a text, or a file that holds it."""
+    try:
+        found = json.loads(Path(text).read_text() if os.path.isfile(text) else text)
+    except ValueError as error:
+        raise ValueError(f"--{option} must be JSON or a file that holds it, got {text}: {error}") from error
+    known = {field.name for field in fields(AdaPerceiverConfig)} | {"num_labels"}
+    if not isinstance(found, dict):
+        raise ValueError(f"--{option} must be a mapping of fields of AdaPerceiverConfig, got {text}.")
+    for name in found:
+        if name not in known or name.startswith("_"):
+            raise ValueError(
+                f"--{option} has {name}, which is no field of AdaPerceiverConfig{suggestion(name, known) or '.'}"
+            )
+    return found
+
+
+def check_config(option: str, values: dict[str, Any], checkpoint: str | None = None) -> AdaPerceiverConfig:
+    """The configuration with `values` in place of those of a checkpoint, or of the defaults."""
+    try:
+        before = {} if checkpoint is None else AdaPerceiverConfig.get_config_dict(checkpoint)[0]
+        return AdaPerceiverConfig.from_dict({**before, **values})
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"--{option}: {error}") from error

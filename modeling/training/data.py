@@ -6,6 +6,8 @@ an interruption, the same effective batches see the same augmentations.
 """
 
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,12 +25,13 @@ from PIL import Image as PILImage
 
 from ..image_processing_adaperceiver import to_rgb
 from .augmentation import Augment
+from .checks import at_least, require
 from .scenes import scenes
 
 
 LABELS = (
     Path(__file__).parents[1] / "evaluation" / "labels"
-)  # names of classes, one a line, in the order of the classes
+)  # names of classes, one per line, in the order of the classes
 # Data sets that store numbers and no names.
 LABEL_MAPS = {"timm/imagenet-1k-wds": "imagenet1k", "timm/imagenet-12k-wds": "imagenet12k"}
 
@@ -56,7 +59,7 @@ class DataArguments:
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
     label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one a line: a file, or imagenet1k or imagenet12k."}
+        default=None, metadata={"help": "Names of the classes, one per line: a file, or imagenet1k or imagenet12k."}
     )
     streaming: bool = field(
         default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
@@ -67,6 +70,26 @@ class DataArguments:
     )
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+
+    def __post_init__(self):
+        check_data(self)
+        at_least(self, 1, "shuffle_buffer")
+
+
+def check_data(args: Any) -> None:
+    """What arguments of all kinds of data have in common."""
+    at_least(args, 1, "train_samples", "validation_samples")
+    at_least(args, 0, "workers")
+    require(args, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
+    if args.label_map is not None:
+        read_label_map(args.label_map)
+    for option in ("train_split", "validation_split"):
+        if getattr(args, option) == "test":
+            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
+    if args.holdout is not None and args.validation_split:
+        raise ValueError(
+            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
+        )
 
 
 def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -129,9 +152,6 @@ def two_splits(
     Training and validation data in the form that `standard` gives a split. Validation data are the split that is named, or
     validation or val, or images that are held out of the training split. Nothing here reads a test split.
     """
-    for option in ("train_split", "validation_split"):
-        if getattr(args, option) == "test":
-            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
     names = [args.validation_split] if args.validation_split else ["validation", "val"]
     validation_split = next((name for name in names if name in splits), None)
     if args.train_split not in splits or (args.validation_split and validation_split is None):
@@ -140,13 +160,7 @@ def two_splits(
     train = standard(splits[args.train_split], args.train_split)
     if args.holdout is None and validation_split is not None:
         return train, standard(splits[validation_split], validation_split)
-    if args.validation_split:
-        raise ValueError(
-            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
-        )
     share = 0.05 if args.holdout is None else args.holdout
-    if not 0 < share < 1:
-        raise ValueError(f"--holdout must be above 0 and below 1, got {share}.")
     if not isinstance(train, Dataset):
         raise ValueError(f"--dataset {args.dataset} needs a --validation_split: nothing can be held out of a stream.")
     if len(train) < 2:
@@ -174,8 +188,6 @@ def subset(split: Dataset | IterableDataset, samples: int | None, seed: int = 0)
     """`samples` of the images, the same share of every class."""
     if samples is None or (isinstance(split, Dataset) and samples >= len(split)):
         return split
-    if samples < 1:
-        raise ValueError(f"--train_samples and --validation_samples must be at least 1, got {samples}.")
     if not isinstance(split, Dataset):
         return split.take(samples)
     return split.select(np.sort(stratified_order(split, seed)[:samples]))
@@ -187,7 +199,7 @@ def stratified_order(split: Dataset, seed: int) -> np.ndarray:
     order = generator.permutation(len(split))
     if not is_class(split.features.get("label")):
         return order
-    classes = np.asarray(split.with_format(None)["label"])[order]
+    classes = np.asarray([-1 if label is None else label for label in split.with_format(None)["label"]])[order]
     position = np.empty(len(order))
     for label in np.unique(classes):
         rows = np.flatnonzero(classes == label)
@@ -238,7 +250,7 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
 
 def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
     """The classes that have images, if that can be known."""
-    return set(split.with_format(None)["label"]) if isinstance(split, Dataset) else None
+    return set(split.with_format(None)["label"]) - {None} if isinstance(split, Dataset) else None
 
 
 def read_label_map(name: str) -> list[str]:
@@ -252,7 +264,7 @@ def read_label_map(name: str) -> list[str]:
     for line, label in enumerate(names, start=1):
         if not label or label in seen:
             problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"
-            raise ValueError(f"--label_map {path} must have one name a line, each once, but line {line} {problem}.")
+            raise ValueError(f"--label_map {path} must have one name per line, each once, but line {line} {problem}.")
         seen[label] = line
     return names
 
@@ -269,12 +281,21 @@ def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: 
         raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
 
 
-def decode(stored: dict) -> torch.Tensor | None:
-    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if it cannot be read."""
+# What PIL raises for a file that is cut short, is no image, or is too large.
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, PILImage.DecompressionBombError)
+
+
+def open_stored(stored: dict) -> PILImage.Image:
+    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+
+
+def decode(stored: dict | None) -> torch.Tensor | None:
+    """An image that `datasets` has not decoded as uint8 (3, height, width), or None if there is none or it cannot be read."""
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
+        return None
     try:
-        image = PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
-        return torch.from_numpy(np.array(to_rgb(image))).permute(2, 0, 1)
-    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
+        return torch.from_numpy(np.array(to_rgb(open_stored(stored)))).permute(2, 0, 1)
+    except UNREADABLE:
         return None
 
 
@@ -282,9 +303,9 @@ def decode(stored: dict) -> torch.Tensor | None:
 
 
 def read_labelled(sample: dict) -> tuple[torch.Tensor, int] | None:
-    """Image and label (-1 where there is none), or None if the image cannot be read."""
-    image = decode(sample["image"])
-    return None if image is None else (image, sample.get("label", -1))
+    """Image and label (-1 where the data have none), or None if the image cannot be read or has no label."""
+    image, label = decode(sample["image"]), sample.get("label", -1)
+    return None if image is None or label is None else (image, label)
 
 
 class MicroBatches(torch.utils.data.Dataset):
@@ -329,19 +350,28 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
     def __init__(self, stream: IterableDataset, size: int, augment: Augment, seed: int, skip: int):
         self.stream, self.size, self.augment, self.seed, self.skip = stream, size, augment, seed, skip
 
+    @property
+    def shards(self) -> int:
+        """Of this process; as many workers have something to read."""
+        return self.stream.num_shards
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         micro, samples, epoch = number, [], 0  # workers take turns
         while True:
             self.stream.set_epoch(epoch)
+            empty = True
             for sample in self.stream:
+                empty = False
                 samples.append(sample)
                 if len(samples) == self.size:
                     if micro >= self.skip:  # those before were trained on already; passing them decodes nothing
                         batch = collate(samples, range(self.size), self.augment, [self.seed, micro])
                         yield {**batch, "micro": torch.tensor(micro)}
                     micro, samples = micro + workers, []
+            if empty:
+                raise ValueError(f"The stream has no images for worker {number} of {workers}.")
             epoch += 1
 
 
@@ -355,7 +385,9 @@ def collate(
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
     pairs = {place: pair for place, sample in enumerate(samples) if (pair := read(sample)) is not None}
     if not pairs:
-        raise OSError(f"None of {len(samples)} images can be read; the first is {samples[0]['image'].get('path')}.")
+        raise OSError(
+            f"None of {len(samples)} images can be read; the first is {(samples[0]['image'] or {}).get('path')}."
+        )
     views = augment(*map(list, zip(*pairs.values())), seed)
     return {
         **views,

@@ -1,10 +1,10 @@
 """
-Images with masks or depth maps for the training scripts: one function for each data set, pairs that are augmented together,
-and a look at all samples before a training starts.
+Images with masks or depth maps for the training scripts: one function for each data set, and a check of all samples before a
+training starts.
 
 ```python
 train, validation = ade20k("path/to/ADEChallengeData2016")
-train[0]["mask"]  # (height, width) uint8: classes from 0, and 255 where a pixel does not count
+train[0]["mask"]  # (height, width) uint8: classes from 0, and 255 for ignored pixels
 train, validation = nyuv2("path/to/nyu_depth_v2_labeled.mat")
 train[0]["depth"]  # (height, width) float32: metres, and 0 where nothing was measured
 ```
@@ -26,27 +26,27 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from torch.nn.functional import interpolate, pad
 from tqdm.auto import tqdm
 
-from .augmentation import seed_of
+from .checks import above_zero, at_least
 from .data import (
     LABELS,
+    UNREADABLE,
+    check_data,
     check_label_map,
     decode,
     load_any,
+    open_stored,
     own_pairs,
     read_label_map,
     scored_split,
     subset,
     two_splits,
 )
+from .dense_targets import DTYPES, IGNORED, TARGETS, Encoding
 from .scenes import MASK_LABELS, scenes
 
 
-IGNORED = 255  # the class of pixels that do not count
-TARGETS = {"segmentation": "mask", "depth": "depth"}  # the column of each task
-DTYPES = {"segmentation": torch.int64, "depth": torch.float32}
 TARGET_NAMES = {
     "mask": ("mask", "annotation", "label", "labels", "segmentation_mask", "png"),
     "depth": ("depth", "depth_map", "depth.npy", "depth.png"),
@@ -85,15 +85,15 @@ class DenseDataArguments:
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
     label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one a line: a file, or ade20k or camvid."}
+        default=None, metadata={"help": "Names of the classes, one per line: a file, or ade20k or camvid."}
     )
     reduce_labels: bool | None = field(
-        default=None, metadata={"help": "Stored class 0 does not count, and the others move down by one."}
+        default=None, metadata={"help": "Stored class 0 is ignored, and the others move down by one."}
     )
     mask_values: list[int] | None = field(
         default=None, metadata={"help": "Stored values of the classes, in the order of their names, if not 0, 1, ..."}
     )
-    ignored_class: int | None = field(default=None, metadata={"help": "A stored value that does not count, as 255."})
+    ignored_class: int | None = field(default=None, metadata={"help": "A stored value that is ignored, as 255 is."})
     depth_scale: float | None = field(
         default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
     )
@@ -104,92 +104,10 @@ class DenseDataArguments:
     validation_samples: int | None = None
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
-
-@dataclass(frozen=True)
-class Encoding:
-    """How a data set stores its targets. As the transform of a `Dataset` it undoes that on access."""
-
-    task: str
-    names: tuple[str, ...] = ()  # of the classes
-    reduce_labels: bool = False
-    mask_values: tuple[
-        int, ...
-    ] = ()  # stored values of the classes; () for 0, 1, ..., or 1, 2, ... with `reduce_labels`
-    ignored_class: int = IGNORED
-    depth_scale: float | None = None
-    depth_offset: float = 0.0
-
-    def __call__(self, columns: dict[str, list]) -> dict[str, list]:
-        target, names = TARGETS[self.task], [str(name) for name in columns["id"]]
-        return {**columns, "id": names, target: [self.decode(*pair) for pair in zip(columns[target], names)]}
-
-    def decode(self, stored: Any, name: str) -> torch.Tensor | None:
-        """(height, width) uint8 or float32, or None if the file cannot be read; an error says what is wrong with `name`."""
-        values = read_array(stored)
-        if values is None:
-            return None
-        if values.ndim != 2:
-            raise ValueError(f"{name}: the {TARGETS[self.task]} must be of shape (height, width), got {values.shape}.")
-        return torch.from_numpy(
-            self.classes(values, name) if self.task == "segmentation" else self.metres(values, name)
-        )
-
-    def classes(self, stored: np.ndarray, name: str) -> np.ndarray:
-        first = int(self.reduce_labels)
-        values = list(self.mask_values or range(first, first + len(self.names)))
-        table = np.full(256, -1)
-        table[values] = range(len(values))
-        table[[self.ignored_class, IGNORED] + [0] * first] = IGNORED
-        classes = table[stored.clip(0, 255).astype(np.uint8)]
-        bad = (classes < 0) | (stored < 0) | (stored > 255)
-        if bad.any():
-            others = " and ".join(str(other) for other in sorted({self.ignored_class, IGNORED, *range(first)}))
-            allowed = ", ".join(map(str, self.mask_values)) or f"{first} to {values[-1]}"
-            raise ValueError(
-                f"{name}: the mask has class {stored[bad][0]} ({bad.sum()} pixels), allowed are {allowed}, and {others} for "
-                "what does not count."
-            )
-        return classes.astype(np.uint8)
-
-    def metres(self, stored: np.ndarray, name: str) -> np.ndarray:
-        if self.depth_scale is not None:
-            depth = (stored + np.float64(self.depth_offset)) * self.depth_scale
-        elif np.issubdtype(stored.dtype, np.floating):
-            depth = stored
-        else:
-            raise ValueError(
-                f"{name}: depth is stored in whole numbers ({stored.dtype}), which could be any unit. --depth_scale and "
-                "--depth_offset must say: metres = (stored + depth_offset) x depth_scale, 0.001 for millimetres."
-            )
-        depth = depth.astype(np.float32)
-        if not (depth >= 0).all() or np.isinf(depth).any():  # the first is False for NaN, too
-            bad = depth[~((depth >= 0) & (depth < np.inf))]
-            raise ValueError(
-                f"{name}: depth must be 0 (not measured) or above and finite, got {bad[0]} {bad.size} times."
-            )
-        return depth
-
-
-def encoding_of(dataset: Dataset) -> Encoding:
-    return dataset.format["format_kwargs"]["transform"]
-
-
-def mask_names(dataset: Dataset) -> list[str]:
-    return list(encoding_of(dataset).names)
-
-
-def read_array(stored: Any) -> np.ndarray | None:
-    """An image that `datasets` has not decoded, as it is stored (no palette, no 8 bits), or an array in lists."""
-    if not isinstance(stored, dict):
-        return None if stored is None else np.asarray(stored)
-    try:
-        return np.asarray(open_stored(stored))
-    except (OSError, SyntaxError, ValueError):  # what PIL raises for a file that is cut short or is no image
-        return None
-
-
-def open_stored(stored: dict) -> PILImage.Image:
-    return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
+    def __post_init__(self):
+        check_data(self)
+        above_zero(self, "depth_scale")
+        at_least(self, 0, "ignored_class")
 
 
 # ------------------------------------------------------------------------------------------------------------ data sets
@@ -243,7 +161,7 @@ def recognised(source: str) -> str | None:
 
 
 def ade20k(source: str = ADE20K, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 does not count."""
+    """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 is ignored."""
     return standard_splits(stored_ade20k(source), args, source)
 
 
@@ -267,7 +185,7 @@ def ade20k_tree(source: str) -> Path | None:
 
 
 def camvid(source: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 does not count."""
+    """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 is ignored."""
     return standard_splits(stored_camvid(source), args, source)
 
 
@@ -357,11 +275,6 @@ def dense_scenes(train: int = 8000, validation: int = 1000, task: str = "segment
 def stored_scenes(train: int, validation: int, task: str) -> Stored:
     splits = {"train": scenes(train), "validation": scenes(validation, split="validation")}
     return Stored(splits, Encoding(task, tuple(MASK_LABELS)))
-
-
-def dense(source: str, task: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Any data set with a column of images and one of targets; `--label_map` names the classes of masks."""
-    return standard_splits(Stored(load_any(source, args and args.dataset_config), Encoding(task)), args, source)
 
 
 def paired_files(images: Path, targets: Path) -> Dataset:
@@ -461,6 +374,14 @@ def size_mismatch(image: Sequence[int], target: Sequence[int]) -> str:
     return f"the image is {image[0]}x{image[1]} (height x width), its target {target[0]}x{target[1]}."
 
 
+def encoding_of(dataset: Dataset) -> Encoding:
+    return dataset.format["format_kwargs"]["transform"]
+
+
+def mask_names(dataset: Dataset) -> list[str]:
+    return list(encoding_of(dataset).names)
+
+
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
@@ -496,7 +417,7 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
     name, kind, sizes = sample["id"], TARGETS[encoding.task], {}
     for column in [column for column in ("image", kind) if column in sample]:
         stored = sample[column]
-        if stored is None:
+        if stored is None or (isinstance(stored, dict) and stored["bytes"] is None and stored["path"] is None):
             return f"{name}: there is no {column}."
         if not isinstance(stored, dict):
             sizes[column] = np.shape(stored)
@@ -505,7 +426,7 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
             return f"{name}: there is no file {stored['path']}."
         try:
             header = open_stored(stored)
-        except (OSError, SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             return f"{name}: the {column} cannot be read: {error}."
         on_its_side = column == "image" and header.getexif().get(0x0112, 1) >= 5
         sizes[column] = header.size if on_its_side else header.size[::-1]
@@ -522,78 +443,6 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
     if encoding.task == "segmentation":
         shown += torch.bincount(target.flatten(), minlength=256)
     return None
-
-
-# -------------------------------------------------------------------------------------------------------- augmentation
-
-
-@dataclass
-class DenseAugmentation:
-    keep_aspect: bool = field(default=False, metadata={"help": "Crop to the shape of the view instead of stretching."})
-    scale: list[float] = field(
-        default_factory=lambda: [1.0, 1.0],
-        metadata={"help": "Least and largest size; 1 just fills the view, above it is cropped, below it is padded."},
-    )
-    flip: bool = True
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.4
-    hue: float = field(default=0.1, metadata={"help": "0 to 0.5; the others are from 0 to 1."})
-
-
-class PairedAugment:
-    """
-    Random views of images and their targets: the same window and flip for both, colours for the image alone.
-
-    Images are resampled smoothly, targets by nearest neighbour; depths stay what they are, whatever the scale. Around the
-    image a mask is 255 and a depth 0.
-    """
-
-    def __init__(self, args: DenseAugmentation, size: tuple[int, int], task: str):
-        import kornia.augmentation as K
-
-        low, high = args.scale
-        if not 0 < low <= high:
-            raise ValueError(f"--scale must be two numbers above 0, the smaller first, got {low} {high}.")
-        self.args, self.size = args, size
-        self.fill = IGNORED if task == "segmentation" else 0
-        self.dtype = DTYPES[task]
-        jitter = {name: getattr(args, name) for name in ("brightness", "contrast", "saturation", "hue")}
-        self.jitter = K.ColorJitter(**jitter) if any(jitter.values()) else None
-
-    def __call__(self, images: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], seed: Sequence[int]) -> dict:
-        """
-        (3, height, width) uint8 and (height, width) each -> `images` (images, 3, *size) in 0 to 1 and `labels` (images,
-        *size), int64 or float32.
-        """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(*seed))
-            views, labels = zip(*(self.view(*pair) for pair in zip(images, targets)))
-            views, labels = torch.stack(views), torch.stack(labels)
-            if self.args.flip:
-                flipped = torch.rand(len(views)) < 0.5
-                views[flipped], labels[flipped] = views[flipped].flip(-1), labels[flipped].flip(-1)
-            views = views if self.jitter is None else self.jitter(views)
-        return {"images": views.clamp(0, 1), "labels": labels.to(self.dtype)}
-
-    def view(self, image: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A window of both, in the size of the view; targets as float32, which holds classes exactly."""
-        low, high = self.args.scale
-        ratio = low + (high - low) * torch.rand(()).item()
-        factors = [ratio * wanted / side for wanted, side in zip(self.size, target.shape)]
-        if self.args.keep_aspect:
-            factors = [max(factors)] * 2
-        window, resized, margins = [], [], []
-        for wanted, side, factor in zip(self.size, target.shape, factors):
-            length = min(side, max(round(wanted / factor), 1))  # of the window; the whole side if it fits
-            start = int(torch.randint(side - length + 1, ()))
-            window.append(slice(start, start + length))
-            resized.append(wanted if length < side else min(wanted, max(round(side * factor), 1)))
-            before = int(torch.randint(wanted - resized[-1] + 1, ()))
-            margins = [before, wanted - resized[-1] - before, *margins]  # `pad` counts from the last side
-        image = interpolate(image[None][(..., *window)] / 255, resized, mode="bilinear", antialias=True)[0]
-        target = interpolate(target[None, None][(..., *window)].float(), resized, mode="nearest-exact")[0, 0]
-        return pad(image, margins), pad(target, margins, value=self.fill)
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

@@ -5,7 +5,6 @@ As in the paper, the backbone is frozen: training reaches the write attention, t
 the checkpoint does not have. What is frozen runs without a graph, so it keeps no activations.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +17,11 @@ from .. import AccuracyTable, image_processor_for
 from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
 from .arguments import OptimizationArguments, RunArguments, shrink
 from .checkpointing import model_card
+from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import MicroBatches
+from .dense_augmentation import DenseAugmentation, PairedAugment
 from .dense_data import (
-    DenseAugmentation,
     DenseDataArguments,
-    PairedAugment,
     check_samples,
     dense_validation_batches,
     encoding_of,
@@ -33,7 +32,6 @@ from .dense_data import (
 from .loop import draws, freeze_stem, normalisation, print_plan, print_scores, start, train
 
 
-ROOT = Path(__file__).parents[2]
 TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
 KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
 
@@ -41,7 +39,7 @@ KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # o
 @dataclass
 class FineTuningArguments:
     model: str = field(
-        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"),
+        default=SHIPPED,
         metadata={"help": "A hub id or folder of any AdaPerceiver checkpoint."},
     )
     config_changes: str = field(
@@ -59,10 +57,29 @@ class FineTuningArguments:
     )
     eval_batch_size: int = 32
 
+    def __post_init__(self):
+        check_axes(self)
+        at_least(self, 1, "eval_batch_size")
+        require(self, "a height and a width", lambda size: len(size) == 2 and min(size) > 0, "image_size")
+
+    def check(self) -> None:
+        """Raise where the arguments name what is not there, before anything is loaded."""
+        check_checkpoint("model", self.model, adaperceiver=True)
+        changes = config_fields("config_changes", self.config_changes)
+        patch = check_config("config_changes", changes, self.model).patch_size
+        if self.image_size is not None and any(side % patch for side in self.image_size):
+            raise ValueError(
+                f"--image_size must be a height and a width, multiples of {patch}, got {as_text(self.image_size)}."
+            )
+
 
 def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str] | None) -> torch.nn.Module:
     """The checkpoint under a head for the labels `names`, with what stays as it is frozen."""
-    changes = {"adaptive_axes": args.adaptive_axes, "distillation_temperature": 1.0, **json.loads(args.config_changes)}
+    changes = {
+        "adaptive_axes": args.adaptive_axes,
+        "distillation_temperature": 1.0,
+        **config_fields("config_changes", args.config_changes),
+    }
     if names is not None:
         changes |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     model, found = model_class.from_pretrained(
@@ -120,6 +137,7 @@ def fine_tune(
         save,
         run,
         optimization,
+        arguments,
         steps=optimization.total_steps(len(batches.dataset)),
         workers=data.workers,
         higher_is_better=TASKS[task].higher_is_better,
@@ -147,6 +165,7 @@ def fine_tune_dense(
     """
     if run.smoke:
         shrink(run, data, optimization)
+    tuning.check()
     started = start(run, data, augmentation, optimization, tuning)
     if started is None:
         return
@@ -194,10 +213,8 @@ def fine_tune_dense(
 
 def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:
     """The paper's preprocessing, at another size if one is given."""
-    processor, patch = image_processor_for(config, task), config.patch_size
+    processor = image_processor_for(config, task)
     if image_size is not None:
-        if len(image_size) != 2 or any(side < 1 or side % patch for side in image_size):
-            raise ValueError(f"--image_size must be a height and a width, multiples of {patch}, got {image_size}.")
         processor.size = dict(zip(("height", "width"), image_size))
     return processor
 

@@ -20,7 +20,7 @@ from .. import AdaPerceiverConfig, OnceForAll
 from ..evaluation.plots import draw_curves
 from .arguments import OptimizationArguments, RunArguments, started_processes
 from .augmentation import seed_of
-from .checkpointing import Metrics, checkpoints, write_whole
+from .checkpointing import Metrics, check_resumed, checkpoints, load_newest, lock, record_arguments, write_whole
 from .optimization import build_optimizer, build_scheduler
 
 
@@ -30,13 +30,20 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
     the run in `output_dir` is complete.
     """
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
-    arguments = {name: value for group in groups for name, value in vars(group).items()}
+    arguments = {"seed": run.seed} | {name: value for group in groups for name, value in vars(group).items()}
     folder, started = Path(run.output_dir), started_processes()
     if started != accelerator.num_processes:  # each would train alone, all into one folder
         raise ValueError(
             f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
             "ACCELERATE_USE_CPU=true."
         )
+    check_counts(accelerator, arguments, groups)
+    if run.resume:
+        if checkpoints(folder) and not (folder / "arguments.json").exists():
+            accelerator.print(
+                f"{folder} has no arguments.json, so that other arguments than before would go unnoticed."
+            )
+        check_resumed(folder, arguments)
     if (folder / "final").exists() and run.resume:
         accelerator.print(f"{run.output_dir} is complete.")
         return None
@@ -47,9 +54,7 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
         )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        for old in [*checkpoints(folder), folder / "final", folder / "best"] if not run.resume else []:
-            shutil.rmtree(old, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
     accelerator.wait_for_everyone()
     simple = {
         name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in arguments.items()
@@ -57,6 +62,14 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
     accelerator.init_trackers("logs", config=simple)
     set_seed(run.seed)
     return accelerator, arguments
+
+
+def check_counts(accelerator: Accelerator, arguments: dict[str, Any], groups: Sequence[Any]) -> None:
+    """Raise where the numbers of steps and images are not what a run needs, before its data are loaded."""
+    optimization = next(group for group in groups if isinstance(group, OptimizationArguments))
+    micro_batches_per_step(optimization, accelerator)
+    if optimization.steps is None and (optimization.epochs is None or arguments.get("streaming")):
+        optimization.total_steps(None if arguments.get("streaming") else 0)
 
 
 def print_plan(
@@ -99,6 +112,7 @@ def train(
     save: Callable[[torch.nn.Module, Path, dict[str, Any]], None],
     run: RunArguments,
     optimization: OptimizationArguments,
+    arguments: dict[str, Any],
     steps: int,
     workers: int,
     higher_is_better: bool = True,
@@ -108,18 +122,28 @@ def train(
 
     `batches` holds the micro-batches of the whole run by number, or, for a stream, makes those of this process after a number
     that it skips; `loss_of(model, batch, step)` is the mean loss of one of them; `evaluate(model)` gives metrics, the first
-    of which decides which model is best; `save(model, folder, metrics)` writes a model.
+    of which decides which model is best; `save(model, folder, metrics)` writes a model. `arguments` are all those of the run.
+
+    Checkpoints and accumulation are by hand where Accelerate has its own: `save_state` with a `total_limit` removes an old
+    checkpoint before the new one is complete, and `accumulate` cannot give the loss of the whole step.
     """
     folder = Path(run.output_dir)
+    if not (run.resume and checkpoints(folder)):
+        if accelerator.is_main_process:
+            for old in [*checkpoints(folder), folder / "final", folder / "best"]:
+                shutil.rmtree(old, ignore_errors=True)
+            record_arguments(folder, arguments)
+        accelerator.wait_for_everyone()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(optimization.ema_decay)).to(accelerator.device).eval()
     optimizer = build_optimizer(model, optimization)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = build_scheduler(optimizer, optimization, steps)
     progress = Progress()
     accelerator.register_for_checkpointing(ema, scheduler, progress)
-    if run.resume and (saved := checkpoints(folder)):
-        accelerator.load_state(str(saved[-1]))
-    metrics = Metrics(folder / "metrics.jsonl", progress.step, accelerator)
+    load_newest(folder, accelerator)
+    if progress.step > steps:
+        raise ValueError(f"{folder} has been trained for {progress.step} steps, more than the {steps} of this run.")
+    metrics = Metrics(folder / "metrics.jsonl", progress.step, progress.evaluated, accelerator)
     accumulation = micro_batches_per_step(optimization, accelerator)
 
     def checkpoint() -> None:
@@ -129,11 +153,26 @@ def train(
         for old in checkpoints(folder)[:-2] if accelerator.is_main_process else []:
             shutil.rmtree(old)
 
+    def measure() -> None:
+        progress.metrics, progress.evaluated = evaluate(ema.module), progress.step
+        metrics.log(progress.step, progress.metrics)
+        name, score = next(iter(progress.metrics.items()))
+        bar.write(f"step {progress.step}: {name} {score:.4f}")
+        score = score if higher_is_better else -score
+        if score > progress.best:
+            progress.best = score
+            write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
+
     loader = iter(loader_from(progress.step, steps, batches, workers, accumulation, accelerator))
     bar = tqdm(total=steps, initial=progress.step, desc=folder.name, disable=not accelerator.is_main_process)
     begin, seen = time.perf_counter(), 0
     model.train()
-    while progress.step < steps:
+    while True:
+        due = progress.step == steps or (run.eval_steps and progress.step % run.eval_steps == 0)
+        if due and progress.evaluated < progress.step:  # its checkpoint is saved: what fails here loses nothing
+            measure()
+        if progress.step == steps:
+            break
         total = torch.zeros((), device=accelerator.device)
         for number in range(accumulation):
             batch = {name: value.to(accelerator.device) for name, value in next(loader).items()}
@@ -162,26 +201,16 @@ def train(
             rate = seen / (time.perf_counter() - begin)
             values = {"loss": loss, "learning_rate": scheduler.get_last_lr()[0], "gradient_norm": float(norm)}
             metrics.log(progress.step, {**values, "images_per_second": round(rate, 1)})
-        if progress.step == steps or (run.eval_steps and progress.step % run.eval_steps == 0):
-            progress.metrics = evaluate(ema.module)
-            metrics.log(progress.step, progress.metrics)
-            name, score = next(iter(progress.metrics.items()))
-            bar.write(f"step {progress.step}: {name} {score:.4f}")
-            score = score if higher_is_better else -score
-            if score > progress.best:
-                progress.best = score
-                write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
-            if progress.step == steps:
-                write_whole(folder / "final", lambda part: save(ema.module, part, progress.metrics), accelerator)
         if progress.step % run.save_steps == 0 or progress.step == steps:
             checkpoint()
+    write_whole(folder / "final", lambda part: save(ema.module, part, progress.metrics), accelerator)
     bar.close()
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
         accelerator.print(f"{skipped} images could not be read and were left out.")
     if accelerator.is_main_process and find_spec("matplotlib"):
         draw_curves([folder], folder / "curves.png")
-    for tracker in accelerator.trackers:  # `end_training` would part the processes as well, before the next stage
+    for tracker in accelerator.trackers:  # `end_training` would also end the process group, before the next stage
         tracker.finish()
     return progress.metrics
 
@@ -198,7 +227,11 @@ def loader_from(
     world, rank = accelerator.num_processes, accelerator.process_index
     options = {"batch_size": None, "num_workers": workers, "persistent_workers": workers > 0}
     if not isinstance(batches, Dataset):
-        return DataLoader(batches(step * accumulation), **options)
+        stream = batches(step * accumulation)
+        if workers > stream.shards:  # one without a shard would wait for images for ever
+            accelerator.print(f"--workers {workers} is more than the {stream.shards} shards of each process.")
+            options |= {"num_workers": stream.shards}
+        return DataLoader(stream, **options)
     micros = range(step * accumulation * world + rank, steps * accumulation * world, world)
     return DataLoader(batches, sampler=micros, **options)
 
@@ -254,13 +287,13 @@ class Progress:
     """What a checkpoint remembers beside the states of model, average, optimizer and scheduler."""
 
     def __init__(self):
-        self.step, self.best, self.skipped, self.metrics = 0, -math.inf, 0, {}
+        self.step, self.evaluated, self.best, self.skipped, self.metrics = 0, 0, -math.inf, 0, {}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update({"evaluated": state["step"], **state})
 
 
 def micro_batches_per_step(args: OptimizationArguments, accelerator: Accelerator) -> int:

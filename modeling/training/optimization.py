@@ -32,7 +32,12 @@ def build_optimizer(model: torch.nn.Module, args: OptimizationArguments) -> torc
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: OptimizationArguments, steps: int) -> LambdaLR:
-    """A linear warm-up from `warmup_learning_rate`, then the schedule down to `min_learning_rate` (or constant)."""
+    """
+    A linear warm-up from `warmup_learning_rate`, then the schedule down to `min_learning_rate` (or constant).
+
+    By hand, because those of transformers each warm up in another way: the polynomial and constant ones from 0, and only
+    `cosine_warmup_with_min_lr` from a given rate, of which it reaches the peak one step early.
+    """
     highest, lowest, warmup = args.learning_rate, args.min_learning_rate, args.warmup_steps
 
     def rate(step: int) -> float:

@@ -186,6 +186,8 @@ class CachedMicroBatches(MicroBatches):
             if not np.isnan(answers[index].flat[0]):  # else the image could not be read
                 places.append(place)
                 rows.append((images[index], labels[index], answers[index]))
+        if not rows:
+            raise OSError(f"None of {self.size} kept images could be read.")
         images, labels, answers = (torch.from_numpy(np.stack(column)) for column in zip(*rows))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.seed, micro))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, assert_equal
 from PIL import Image
-from transformers import HfArgumentParser
 
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
@@ -20,7 +19,9 @@ from accelerate import Accelerator
 
 from adaperceiver import AdaPerceiverConfig, image_processor_for
 from adaperceiver.training import data, dense_data
-from adaperceiver.training.dense_data import DenseAugmentation, DenseDataArguments, PairedAugment
+from adaperceiver.training.arguments import Parser
+from adaperceiver.training.dense_augmentation import DenseAugmentation, PairedAugment
+from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.scenes import MASK_LABELS, scene
 
 
@@ -288,7 +289,9 @@ def test_the_stored_values_of_classes_may_be_named(tmp_path):
     assert [int(sample["mask"][0, 0]) for sample in validation] == [1, 0, 255]
     args.ignored_class = None
     _, validation = dense_data.load_dense_splits(args, "segmentation")
-    with pytest.raises(ValueError, match=r"the mask has class 3 \(192 pixels\), allowed are 2, 1, and 255 for what"):
+    with pytest.raises(
+        ValueError, match=r"the mask has class 3 \(192 pixels\), allowed are 2, 1, and 255 for ignored pixels"
+    ):
         validation[2]
 
 
@@ -343,9 +346,8 @@ def test_an_image_folder_may_name_its_masks_in_a_table(tmp_path):
 
 
 def test_the_arguments_parse_like_those_of_the_other_scripts():
-    parser = HfArgumentParser([DenseDataArguments, DenseAugmentation])
-    line = "--dataset x --encoding nyuv2 --depth_scale 0.001 --reduce_labels true --scale 0.5 2 --flip false"
-    args, augmentation = parser.parse_args_into_dataclasses(line.split())
+    line = "--dataset x --encoding nyuv2 --depth_scale 0.001 --reduce_labels --scale 0.5 2 --no_flip"
+    args, augmentation = Parser([DenseDataArguments, DenseAugmentation]).parse(line.split())
     assert (args.encoding, args.depth_scale, args.reduce_labels) == ("nyuv2", 0.001, True)
     assert (augmentation.scale, augmentation.flip) == ([0.5, 2.0], False)
 
@@ -481,7 +483,7 @@ def test_a_class_out_of_range_is_named_with_its_sample(tmp_path):
     bad = classes(1)
     bad[3, 4] = 151
     train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
-    message = r"bad: the mask has class 151 \(1 pixels\), allowed are 1 to 150, and 0 and 255 for what does not count"
+    message = r"bad: the mask has class 151 \(1 pixels\), allowed are 1 to 150, and 0 and 255 for ignored pixels"
     with pytest.raises(ValueError, match=rf"1 of 2 samples cannot be used: sample 1, id {message}"):
         dense_data.check_samples(train, "segmentation", 150)
     dense_data.check_samples(

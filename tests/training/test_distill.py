@@ -250,6 +250,19 @@ def test_stages_run_in_sequence_each_from_the_average_of_the_one_before(argument
         assert_equal(started.data, ended.data)
 
 
+def test_no_axis_trains_the_full_model_as_a_single_width_does(arguments, tmp_path):
+    student = {**STUDENT, "widths": [16]}
+    for name, axes in (("none", []), ("width", ["width"])):
+        distill.main(arguments(student=student, adaptive_axes=axes, steps=3, eval_steps=0, output_dir=tmp_path / name))
+    assert losses(tmp_path / "none") == losses(tmp_path / "width")
+    none, width = (
+        AutoModelForImageClassification.from_pretrained(tmp_path / name / "final") for name in ("none", "width")
+    )
+    assert none.config.adaptive_axes == []
+    for ours, theirs in zip(none.parameters(), width.parameters()):
+        assert_equal(ours.data, theirs.data)
+
+
 def test_two_processes_go_from_stage_to_stage(arguments, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("stages:\n  - adaptive_axes: [tokens]\n  - adaptive_axes: [tokens, depth]\n")

@@ -244,7 +244,7 @@ def test_a_mask_that_cannot_be_used_is_named_before_training(spoil, message, pai
         (
             "segmentation",
             {"image_size": [30, 32]},
-            r"--image_size must be a height and a width, multiples of 8, got \[30, 32\]",
+            r"--image_size must be a height and a width, multiples of 8, got 30 32",
         ),
         ("segmentation", {"image_size": [32]}, "--image_size must be a height and a width"),
         ("depth", {"dataset": "nowhere/at/all"}, "nowhere/at/all.* could not be loaded"),

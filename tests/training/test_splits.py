@@ -218,7 +218,7 @@ def test_dense_data_are_held_out_at_random(source):
             "--holdout 0.1 and --validation_split train exclude each other",
         ),
         ({"streaming": True}, "needs a --validation_split: nothing can be held out of a stream"),
-        ({"train_samples": 0}, "--train_samples and --validation_samples must be at least 1, got 0"),
+        ({"train_samples": 0}, "--train_samples must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_held_out_is_said(changes, message, source):
