@@ -6,7 +6,10 @@ Find the exit threshold that keeps the accuracy of the full model, and save a ch
 It reads the validation images; give the `--holdout` of the training, so that the model was not trained on them. One fifth of
 them fits a temperature for each depth. Two fifths find the lowest threshold at which early exit loses at most `--max_drop` of
 the images (the full model is correct, early exit is not), with probability `--confidence`. The last two fifths, which had no
-part in this, say what it gives. `--output` gets the checkpoint with an `adaptive_config.json` by which every call exits early.
+part in this, say what it gives. `--output` gets the checkpoint with an `adaptive_config.json` by which every call exits early;
+with `--no_save_threshold` the threshold is only printed.
+
+`--scale_classifier` first divides the classifier by the temperature of the full model, so that its scores mean what they say.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ from accelerate import Accelerator
 from transformers import AutoImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification
-from adaperceiver.evaluation.calibration import calibrate, collect
+from adaperceiver.evaluation.calibration import calibrate, collect, scale_classifier
 from adaperceiver.evaluation.grid import without_choices
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import require
@@ -37,6 +40,12 @@ class CalibrationArguments:
     tokens: int | None = field(default=None, metadata={"help": "By default all."})
     width: int | None = field(default=None, metadata={"help": "By default all."})
     temperatures: bool = field(default=True, metadata={"help": "Fit a temperature for each depth first."})
+    scale_classifier: bool = field(
+        default=False, metadata={"help": "Divide the classifier by the temperature of the full model first."}
+    )
+    save_threshold: bool = field(
+        default=True, metadata={"help": "Save threshold and temperatures, so that every call exits early."}
+    )
     batch_size: int = 64
     seed: int = 0
 
@@ -55,21 +64,25 @@ def main(arguments: list[str]) -> None:
     _, dataset = load_splits(data)
     batches = validation_batches(dataset, processor, args.batch_size, accelerator)
     logits, labels = collect(model, batches, point.tokens, point.width)
+    if args.scale_classifier:
+        temperature, before, after = scale_classifier(model, logits[-1], labels, args.seed)
+        logits = logits / temperature
+        print(f"Classifier divided by {temperature:.3f}: expected calibration error {before:.2%}, now {after:.2%}.")
     found = calibrate(model, logits, labels, point, args.max_drop, args.confidence, args.temperatures, args.seed)
     print(found)
 
-    model.adaptive_config = own.update(
-        exit_threshold=found.exit_threshold,
-        exit_temperatures=found.exit_temperatures or False,
-        tokens=args.tokens,
-        width=args.width,
-    )
-    if Path(args.output).resolve() == Path(args.model).resolve():
+    early = {"exit_threshold": found.exit_threshold, "exit_temperatures": found.exit_temperatures or False}
+    chosen = {"tokens": args.tokens, "width": args.width, **early}
+    model.adaptive_config = own.update(**chosen) if args.save_threshold else own
+    if Path(args.output).resolve() == Path(args.model).resolve() and not args.scale_classifier:
         model.adaptive_config.save_pretrained(args.output)  # the only file that changes
     else:
         model.save_pretrained(args.output)
         processor.save_pretrained(args.output)
-    print(f"The calibrated checkpoint is in {args.output}: every call exits early, unless it says otherwise.")
+    exits = (
+        "every call exits early, unless it says otherwise" if args.save_threshold else "no call exits early by default"
+    )
+    print(f"The calibrated checkpoint is in {args.output}: {exits}.")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,42 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return math.exp(minimize_scalar(loss, bounds=(math.log(0.05), math.log(20)), method="bounded").x)
 
 
+def expected_calibration_error(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> float:
+    """Mean gap between confidence and accuracy over `bins` of equal width. logits: (images, labels)"""
+    confidence, predicted = logits.double().softmax(dim=-1).max(dim=-1)
+    gap = (predicted == labels).double() - confidence  # summed within a bin: its images times its gap
+    bin_of_image = (confidence * bins).long().clamp(max=bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64, device=logits.device).index_add_(0, bin_of_image, gap)
+    return gaps.abs().sum().item() / len(labels)
+
+
+@torch.no_grad()
+def scale_classifier(
+    model: AdaPerceiverForImageClassification, logits: torch.Tensor, labels: torch.Tensor, seed: int = 0
+) -> tuple[float, float, float]:
+    """
+    Divide the classifier by the temperature of the full model, so that its scores mean what they say; predictions stay the
+    same. The temperature, and its calibration error on other images before and after. logits: (images, labels)
+    """
+    fit, find, check = parts(len(labels), seed)
+    others = torch.cat([find, check])
+    temperature = fit_temperature(logits[fit], labels[fit])
+    for parameter in model.classifier.parameters():
+        parameter.div_(temperature)
+    before, after = (
+        expected_calibration_error(logits[others] / scale, labels[others]) for scale in (1.0, temperature)
+    )
+    return temperature, before, after
+
+
+def parts(images: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """One fifth of the images for temperatures, two fifths for the threshold, the others to check it."""
+    if images < 5:
+        raise ValueError(f"Calibration needs at least 5 images, got {images}.")
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(seed))
+    return order.tensor_split([images // 5, 3 * (images // 5)])
+
+
 def upper_bound(events: int, trials: int, confidence: float) -> float:
     """Clopper and Pearson: with this confidence, a probability that gave `events` in `trials` is not larger than this."""
     return float(beta.ppf(confidence, events + 1, trials - events)) if events < trials else 1.0
@@ -121,10 +157,7 @@ def calibrate(
     for name, value in (("max_drop", max_drop), ("confidence", confidence)):
         if not 0 < value < 1:
             raise ValueError(f"--{name} must be between 0 and 1, got {value}.")
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    fit, find, check = order.tensor_split([len(order) // 5, 3 * (len(order) // 5)])
-    if len(fit) == 0:
-        raise ValueError(f"Calibration needs at least 5 images, got {len(order)}.")
+    fit, find, check = parts(len(labels), seed)
     fitted = fit_temperatures(logits[:, fit], labels[fit]) if temperatures else None
     whole = point._replace(exit_threshold=None, exit_temperatures=None if fitted is None else tuple(fitted))
     threshold = find_threshold(logits[:, find], labels[find], whole, max_drop, confidence)

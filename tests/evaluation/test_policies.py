@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -562,6 +563,33 @@ def test_calibration_reports_what_calls_give(model):
     assert found.flops == pytest.approx(sum(costs) / 24 / model.flops()["total"])
     with pytest.raises(ValueError, match="at least 5 images, got 3"):
         calibration.calibrate(model, logits[:, :3], labels[:3], point)
+
+
+def test_the_calibration_error_is_the_gap_between_confidence_and_accuracy():
+    confident = torch.tensor([[9.0, 0.0]]).expand(10, 2)  # confidence 0.9999
+    labels = torch.tensor([0] * 7 + [1] * 3)
+    assert calibration.expected_calibration_error(confident, labels) == pytest.approx(0.3, abs=1e-3)
+    unsure = torch.zeros(10, 2)  # confidence 0.5 of class 0, in another bin
+    both = calibration.expected_calibration_error(torch.cat([confident, unsure]), torch.cat([labels, labels]))
+    assert both == pytest.approx((0.3 + 0.2) / 2, abs=1e-3)
+
+
+def test_a_scaled_classifier_says_the_same_with_scores_that_mean_what_they_say(model, tmp_path, capsys):
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    model.save_pretrained(tmp_path / "model", save_code=False)
+    options = ["--model", str(tmp_path / "model"), "--validation_samples", "60", "--train_samples", "1", "--max_drop", "0.3"]  # fmt: skip
+    calibrate.main([*options, "--output", str(tmp_path / "out"), "--scale_classifier", "--no_save_threshold"])
+    temperature, before, after = map(
+        float, re.search(r"divided by (.+): .+ error (.+)%, now (.+)%", capsys.readouterr().out).groups()
+    )
+    assert temperature > 1.5
+    assert after < before
+    loaded, pixel_values = AdaPerceiverForImageClassification.from_pretrained(tmp_path / "out").eval(), images(8)
+    assert loaded.adaptive_config.exit_threshold is None
+    with torch.no_grad():
+        scaled, logits = loaded(pixel_values).logits, model(pixel_values).logits
+    torch.testing.assert_close(scaled, logits / temperature, rtol=1e-3, atol=1e-3)
 
 
 def test_a_bound_that_cannot_be_met_is_said_and_nothing_is_written(model, tmp_path):
