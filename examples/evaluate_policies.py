@@ -6,7 +6,8 @@ How accurate is each policy, at what cost? The paper's table, for any checkpoint
 Rows are fixed token counts, early exit, the router if the checkpoint has one, both together, and the oracle: for each image the
 cheapest operating point with a correct prediction. Probes and the router are in the GFLOPs, and times are those of real calls.
 *Best fixed* is the accuracy of the best fixed configuration (tokens, width and depth) within the GFLOPs of the row. Early exit
-follows the checkpoint's probes and temperatures. Accuracies are written to `--output` first, times as they are measured.
+follows the checkpoint's probes and temperatures. A second table says what tokens, width and depth buy, step by step. P-values are those of
+McNemar's paired test: against the best fixed configuration, and of a step up. Accuracies are written to `--output` first, times as they are measured.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,16 @@ from transformers import AutoImageProcessor
 from adaperceiver import AdaPerceiverForImageClassification
 from adaperceiver.evaluation.grid import without_choices
 from adaperceiver.evaluation.plots import draw_policies
-from adaperceiver.evaluation.policies import COLUMNS, check_tokens, collect, policy_rows, print_rows, time_rows
+from adaperceiver.evaluation.policies import (
+    COLUMNS,
+    axis_rows,
+    check_tokens,
+    collect,
+    policy_rows,
+    print_axes,
+    print_rows,
+    time_rows,
+)
 from adaperceiver.evaluation.tables import write_table
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
@@ -68,9 +78,13 @@ def main(arguments: list[str]) -> None:
         write_table(records, {**description, "timed_turns": turns}, folder, "policies", COLUMNS)
 
     write(0)
+    axes = axis_rows(model.config, answers)
+    write_table(axes, description, folder, "axes")
     draw_policies([row.record() for row in rows], folder / "policies.png")
     print_rows(rows, args.batch_size)
-    print(f"policies.csv, policies.json and policies.png are in {folder}.", flush=True)
+    print()
+    print_axes(axes)
+    print(f"policies.csv, axes.csv (both as .json, too) and policies.png are in {folder}.", flush=True)
     if args.timed_images:
         first, _ = next(iter(validation_batches(dataset, processor, args.timed_images, Accelerator())))
         for turns in time_rows(model, rows, first, args.batch_size):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from scipy.stats import binomtest
 from tqdm.auto import tqdm
 
 from ..configuration_adaperceiver import AdaPerceiverConfig
@@ -55,12 +56,13 @@ class Row:
     ms_batch_1: float | None = None
     ms_large_batch: float | None = None
     best_fixed: float | None = None  # accuracy of the best fixed configuration within the GFLOPs, if there is one
+    p_value: float | None = None  # of a paired test against that configuration
 
     def record(self) -> dict[str, Any]:
         return {**vars(self), "call": None if isinstance(self.call, Oracle) else self.call}
 
 
-COLUMNS = ("policy", "accuracy", "best_fixed", "gflops", "ms_batch_1", "ms_large_batch")  # of the table
+COLUMNS = ("policy", "accuracy", "best_fixed", "p_value", "gflops", "ms_batch_1", "ms_large_batch")  # of the table
 
 
 @torch.no_grad()
@@ -106,6 +108,15 @@ def policy_rows(
     granularities, last = model.config.token_granularities, model.config.num_hidden_layers
     check_tokens(tokens, model.config)
     images = torch.arange(answers.correct.shape[-1])
+    on_grid, costs_on_grid = answers.correct.flatten(0, 2), grid_gflops(model)
+    accuracies = on_grid.float().mean(dim=1)
+
+    def against_fixed(correct: torch.Tensor, spent: float) -> dict[str, float]:
+        affordable = torch.where(costs_on_grid <= spent * (1 + 1e-6), accuracies, -1.0)
+        best = int(affordable.argmax())
+        if affordable[best] < 0:
+            return {}
+        return {"best_fixed": accuracies[best].item(), "p_value": paired_p_value(correct, on_grid[best])}
 
     def row(name: str, choice: torch.Tensor, **call: Any) -> Row:
         """That of a call where image n gets granularity `choice[n]`."""
@@ -115,13 +126,15 @@ def policy_rows(
         costs = (
             gflops(model, point._replace(tokens=granularities[index]), None, at) * n for (index, at), n in ran.items()
         )
+        correct, spent = answers.correct[-1, depth - 1, choice, images], sum(costs) / len(images)
         return Row(
             name,
-            answers.correct[-1, depth - 1, choice, images].float().mean().item(),
-            sum(costs) / len(images),
+            correct.float().mean().item(),
+            spent,
             call,
             shares(depth - 1, range(1, last + 1)) if point.exit_threshold is not None else None,
             shares(choice, granularities) if point.policy else None,
+            **against_fixed(correct, spent),
         )
 
     choices = {count: torch.full_like(images, granularities.index(count)) for count in tokens}
@@ -136,11 +149,41 @@ def policy_rows(
             row(f"router (τ = {threshold})", answers.routed, policy="router", exit_threshold=threshold)
             for threshold in thresholds
         ]
-    rows.append(oracle_row(model, answers))
-    accuracies, costs = answers.correct.flatten(0, 2).float().mean(dim=1), grid_gflops(model)
-    for one in rows:
-        affordable = accuracies[costs <= one.gflops * (1 + 1e-6)]
-        one.best_fixed = affordable.max().item() if len(affordable) else None
+    oracle = oracle_row(model, answers)
+    for name, value in against_fixed(on_grid.any(dim=0), oracle.gflops).items():
+        setattr(oracle, name, value)
+    return [*rows, oracle]
+
+
+def paired_p_value(first: torch.Tensor, second: torch.Tensor) -> float:
+    """
+    McNemar's exact test, two-sided: how likely so unequal a split of the images on which only one of two is correct would
+    be if both were equally good. (images,) bool each
+    """
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    if only_first + only_second == 0:
+        return 1.0
+    return float(binomtest(only_first, only_first + only_second).pvalue)
+
+
+def axis_rows(config: AdaPerceiverConfig, answers: Answers) -> list[dict[str, Any]]:
+    """
+    What each axis buys with the other two at their largest: every step up, and from the smallest to the largest, in points
+    of accuracy, with the p-value of a paired test.
+    """
+    depths, rows = answers.correct.shape[1], []
+    for axis, values, along in (
+        ("tokens", config.token_granularities, answers.correct[-1, -1]),
+        ("width", config.widths, answers.correct[:, -1, -1]),
+        ("depth", range(1, depths + 1), answers.correct[-1, :, -1]),
+    ):
+        steps = [(index, index + 1) for index in range(len(values) - 1)]
+        for low, high in [*steps, (0, len(values) - 1)] if len(steps) > 1 else steps:
+            less, more = along[low], along[high]
+            accuracies = [100 * one.float().mean().item() for one in (less, more)]
+            row = {"axis": axis, "from": values[low], "to": values[high]}
+            row |= {"accuracy_from": accuracies[0], "accuracy_to": accuracies[1]}
+            rows.append({**row, "points": accuracies[1] - accuracies[0], "p_value": paired_p_value(more, less)})
     return rows
 
 
@@ -216,8 +259,22 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 def print_rows(rows: Sequence[Row], batch_size: int) -> None:
     batches = ("ms, batch 1", f"batch {batch_size}")
-    print(f"{'policy':36} {'accuracy':>8} {'best fixed':>11} {'GFLOPs':>9} {batches[0]:>12} {batches[1]:>10}")
+    print(
+        f"{'policy':36} {'accuracy':>8} {'best fixed':>11} {'p-value':>8} {'GFLOPs':>9} {batches[0]:>12} {batches[1]:>10}"
+    )
     for row in rows:
         times = [f"{value:.3f}" if value is not None else "" for value in (row.ms_batch_1, row.ms_large_batch)]
         fixed = "" if row.best_fixed is None else f"{row.best_fixed:.2%}"
-        print(f"{row.policy:36} {row.accuracy:8.2%} {fixed:>11} {row.gflops:9.4g} {times[0]:>12} {times[1]:>10}")
+        p_value = "" if row.p_value is None else f"{row.p_value:.1g}"
+        print(
+            f"{row.policy:36} {row.accuracy:8.2%} {fixed:>11} {p_value:>8} {row.gflops:9.4g} {times[0]:>12} {times[1]:>10}"
+        )
+
+
+def print_axes(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"{'axis':8} {'from':>5} {'to':>5} {'accuracy, %':>16} {'points':>8} {'p-value':>8}")
+    for row in rows:
+        accuracies = f"{row['accuracy_from']:.2f} to {row['accuracy_to']:.2f}"
+        print(
+            f"{row['axis']:8} {row['from']:5} {row['to']:5} {accuracies:>16} {row['points']:+8.2f} {row['p_value']:8.1g}"
+        )

@@ -422,6 +422,30 @@ def test_the_oracle_takes_the_cheapest_point_that_is_right_and_rows_know_the_bes
         assert row.best_fixed == pytest.approx(max(affordable)), row.policy
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"), [(5, 0, 2 / 2**5), (3, 3, 1.0), (0, 0, 1.0), (8, 2, 112 / 1024)]
+)
+def test_the_paired_test_counts_images_that_one_of_two_gets_right(first, second, expected):
+    ours = torch.tensor([True] * first + [False] * second + [True] * 20)
+    theirs = torch.tensor([False] * first + [True] * second + [True] * 20)
+    assert policies.paired_p_value(ours, theirs) == pytest.approx(expected)
+
+
+def test_every_step_along_an_axis_is_tested_with_the_others_at_their_largest(model):
+    config = model.config
+    correct = torch.rand(len(config.widths), 2, len(config.token_granularities), 200) < 0.5
+    rows = policies.axis_rows(config, policies.Answers(correct, torch.zeros(()), None))
+    steps = [(row["axis"], row["from"], row["to"]) for row in rows]
+    assert [step for step in steps if step[0] == "width"] == [("width", 16, 24), ("width", 24, 32), ("width", 16, 32)]
+    assert [step for step in steps if step[0] == "depth"] == [("depth", 1, 2)]  # one step is the whole way
+    assert len(steps) == 6 + 3 + 1
+    row = rows[steps.index(("tokens", 2, 16))]
+    assert row["points"] == pytest.approx(
+        100 * (correct[-1, -1, -1].float().mean() - correct[-1, -1, 0].float().mean()).item(), abs=1e-4
+    )
+    assert row["p_value"] == policies.paired_p_value(correct[-1, -1, -1], correct[-1, -1, 0])
+
+
 def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
     model.save_pretrained(tmp_path / "model", save_code=False)
     options = ["--validation_samples", "12", "--train_samples", "1", "--batch_size", "5", "--timed_images", "6"]
@@ -436,6 +460,8 @@ def test_the_policy_table_is_printed_written_and_drawn(model, tmp_path, capsys):
         assert row["ms_batch_1"] > 0
         assert row["ms_large_batch"] > 0
     assert len((tmp_path / "out" / "policies.csv").read_text().splitlines()) == 1 + len(table)
+    axes = json.loads((tmp_path / "out" / "axes.json").read_text())["rows"]
+    assert {row["axis"] for row in axes} == {"tokens", "width", "depth"}
     assert (tmp_path / "out" / "policies.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r"--tokens must be among .* got \[3\]"):
         evaluate_policies.main(["--model", str(tmp_path / "model"), "--tokens", "3"])
