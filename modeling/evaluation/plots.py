@@ -1,4 +1,4 @@
-"""All figures, in one style."""
+"""Charts of scores, costs and runs."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,27 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from .grid import pareto
+from .style import BLACK, BLUE, GREEN, LIGHT, RED, new_figure, save, styled
 
 
-LIGHT, BLUE, RED, GREEN, DARK = "#9fb6d6", "#3b6fb6", "#c0504d", "#4c9a6a", "#1f3f77"
 AXIS_LABELS = {"gflops": "GFLOPs per image", "ms": "ms per image"}
 
 
 @contextmanager
 def panels(path: Path, columns: int = 1, size: tuple[float, float] = (6, 4.5)) -> Iterator[Sequence[Any]]:
     """`columns` axes side by side, to draw on; the figure is saved to `path` at the end."""
-    from matplotlib.figure import Figure  # pyplot would choose a backend for the whole process
-
-    figure = Figure(figsize=(size[0] * columns, size[1]))
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    yield axes
-    for one in axes:
-        one.grid(alpha=0.3)
-        if one.get_legend_handles_labels()[0]:
-            one.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with styled():
+        figure = new_figure(size[0] * columns, size[1])
+        axes = figure.subplots(1, columns, squeeze=False)[0]
+        yield axes
+        for one in axes:
+            if one.get_legend_handles_labels()[0]:
+                one.legend()
+        save(figure, path)
 
 
 def scatter(axes: Any, rows: Sequence[dict[str, Any]], x: str, y: str, **style: Any) -> None:
@@ -36,7 +32,7 @@ def scatter(axes: Any, rows: Sequence[dict[str, Any]], x: str, y: str, **style: 
 
 def line(axes: Any, rows: Sequence[dict[str, Any]], x: str, y: str, **style: Any) -> None:
     rows = sorted(rows, key=lambda row: row[x])
-    axes.plot([row[x] for row in rows], [row[y] for row in rows], **{"ms": 4, **style})
+    axes.plot([row[x] for row in rows], [row[y] for row in rows], **{"markersize": 4, **style})
 
 
 def draw_grid(
@@ -60,7 +56,7 @@ def draw_grid(
             if early and cost == "gflops":  # their time depends on the images
                 scatter(axes, early, cost, score, color=RED, label="early exit")
             front = pareto([row for row in rows if cost in row], cost, score, higher_is_better)
-            line(axes, front, cost, score, color=DARK, label="Pareto front")
+            line(axes, front, cost, score, color=BLACK, label="Pareto front")
             for row in baselines:
                 if cost in row:
                     scatter(axes, [row], cost, score, marker="*", s=90, label=row["model"])
@@ -82,7 +78,7 @@ def draw_grid(
         drawn.append("extrapolation.png")
         with panels(folder / drawn[-1]) as (axes,):
             line(axes, between, "tokens", score, color=LIGHT)
-            for is_trained, label, color in ((True, "trained", DARK), (False, "not trained", RED)):
+            for is_trained, label, color in ((True, "trained", BLACK), (False, "not trained", RED)):
                 part = [row for row in between if (row["tokens"] in trained) == is_trained]
                 scatter(axes, part, "tokens", score, s=36, label=label, color=color, zorder=3)
             axes.set(xlabel="tokens", ylabel=score, title="interpolation and extrapolation")
@@ -103,7 +99,7 @@ def draw_policies(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for axes, name, label in ((depths, "exit_depths", "exit depth"), (tokens, "tokens", "tokens")):
             part = [row for row in rows if sum(share > 0 for share in (row[name] or {}).values()) > 1]
             for row in part[-6:]:
-                axes.plot(list(map(str, row[name])), list(row[name].values()), marker="o", ms=4, label=row["policy"])
+                axes.plot(list(map(str, row[name])), list(row[name].values()), label=row["policy"])
             axes.set(xlabel=label, ylabel="share of images")
 
 
