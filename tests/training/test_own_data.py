@@ -65,7 +65,7 @@ def started(monkeypatch, module):
     """What a script trains on, instead of training."""
     found = {}
 
-    def train(accelerator, model, batches, *args, **kwargs):
+    def train(session, model, batches, *args, **kwargs):
         found.update(model=model, batch=batches[0], images=len(batches.dataset), dataset=batches.dataset)
         raise KeyboardInterrupt
 
