@@ -101,7 +101,7 @@ def run_stage(
 
 
 def main(arguments: list[str]) -> None:
-    continued = any(part.split("=")[0] in ("--init_from", "--init-from") for part in arguments)
+    continued = any(argument.split("=")[0] in ("--init_from", "--init-from") for argument in arguments)
     own = RECIPES / ("own_from_checkpoint.yaml" if continued else "own_distillation.yaml")
     stages = parse(GROUPS, arguments, recipe_for(arguments, RECIPES / "scenes.yaml", own))
     for _, data, augmentation, _, args in stages:

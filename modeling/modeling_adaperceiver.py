@@ -67,6 +67,7 @@ from .loss_adaperceiver import (
 )
 from .once_for_all_adaperceiver import OnceForAll, dense_loss
 from .policy_adaperceiver import AdaPerceiverRouter
+from .tasks_adaperceiver import TASKS
 
 
 Targets = dict[str, Any]  # of the losses of a call, by the names of its arguments: tensors, or None
@@ -847,7 +848,6 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
     """What segmentation and depth share: patch features as a map, and a head of convolutions on it."""
 
     head_class: type[nn.Module]
-    prediction_name = "logits"
     dense_targets = ("labels",)
 
     def __init__(self, config: AdaPerceiverConfig):
@@ -865,7 +865,7 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.map_loss(resized if labels.shape[-2:] == resized.shape[-2:] else maps, labels, **loss_options)
-        return {self.prediction_name: self.prediction(resized)}, loss
+        return {TASKS[self.task].prediction: self.prediction(resized)}, loss
 
     def maps(self, output_tokens: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """(batch, patches, hidden_size) -> what the head predicts, (batch, channels, height, width), at its own size"""
@@ -976,7 +976,6 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
 
     task = "depth-estimation"
     output_class = AdaPerceiverDepthOutput
-    prediction_name = "predicted_depth"
     head_class = AdaPerceiverDepthHead
 
     @forward_of_head

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import AccuracyTable, image_processor_for
-from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
+from ..evaluation.grid import SCORES, along_axes, evaluate_grid, metrics_for, table_points
 from .arguments import OptimizationArguments, RunArguments
 from .checkpointing import model_card
 from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
@@ -32,7 +32,6 @@ from .loop import Session, draws, freeze_stem, normalisation, print_plan, start,
 
 
 TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
-KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
 
 
 @dataclass
@@ -108,7 +107,7 @@ def fine_tune(
     Train, evaluate and save. `loss_of(model, pixel_values, batch, step)` is the loss of a micro-batch; `measure(model)` gives
     rows of `evaluate_grid`.
     """
-    score, name, accelerator = TASKS[task].score, session.dataset, session.accelerator
+    score, name, accelerator = SCORES[task].name, session.dataset, session.accelerator
     mean, std = normalisation(processor, accelerator)
 
     def evaluate(model: torch.nn.Module) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def fine_tune(
 
     def save(model: torch.nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
         table = AccuracyTable(f"{score} on the validation data of {name}", metrics["grid"])
-        table.higher_is_better = TASKS[task].higher_is_better
+        table.higher_is_better = SCORES[task].higher_is_better
         model.accuracy_table = table
         if accelerator.is_main_process:
             processor.save_pretrained(folder)  # before the model, which keeps the one it finds
@@ -132,13 +131,13 @@ def fine_tune(
         evaluate,
         save,
         steps,
-        TASKS[task].higher_is_better,
+        SCORES[task].higher_is_better,
     )
     accelerator.print(f"The model is in {Path(session.run.output_dir) / 'final'}.")
 
 
 def fine_tune_dense(
-    kind: str,
+    task: str,
     model_class: type,
     script: str,
     run: RunArguments,
@@ -150,7 +149,7 @@ def fine_tune_dense(
     **metric_options,
 ) -> None:
     """
-    Fine-tune a segmentation or a depth model, by `kind`. `loss_options(step)` are keyword arguments of the model's call,
+    Fine-tune a segmentation or a depth model, by `task`. `loss_options(step)` are keyword arguments of the model's call,
     `metric_options` those of the metric.
     """
     tuning.check()
@@ -158,20 +157,20 @@ def fine_tune_dense(
     if session is None:
         return
     accelerator = session.accelerator
-    training_data, validation_data = load_dense_splits(data, kind)
-    names = mask_names(training_data) if kind == "segmentation" else None
+    training_data, validation_data = load_dense_splits(data, task)
+    names = mask_names(training_data) if task == "image-segmentation" else None
     model = load_model(tuning, model_class, names)
     seen = None
     for split in (validation_data, training_data) if accelerator.is_main_process else ():
-        seen = check_samples(split, kind, model.config.num_labels if names else None)
-    processor = dense_processor(model.config, KINDS[kind], tuning.image_size)
+        seen = check_samples(split, task, model.config.num_labels if names else None)
+    processor = dense_processor(model.config, task, tuning.image_size)
     processor.do_reduce_labels = encoding_of(training_data).reduce_labels
     size = (processor.size["height"], processor.size["width"])
     steps = print_plan(session, training_data, validation_data, names, seen, size)
-    augment = PairedAugment(augmentation, size, kind)
+    augment = PairedAugment(augmentation, size, task)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed, read=read_dense)
     draw = draws(session, model.config, tuning.adaptive_axes)
-    new_metric = metrics_for(KINDS[kind], model.config.num_labels, **metric_options)
+    new_metric = metrics_for(task, model.config.num_labels, **metric_options)
 
     def loss_of(model, pixel_values, batch, step):
         step_options = {"once_for_all": draw(batch, step), **loss_options(step)}
@@ -179,10 +178,10 @@ def fine_tune_dense(
 
     def measure(model):
         size = tuning.eval_batch_size
-        validation = dense_validation_batches(validation_data, processor, size, accelerator, kind)
+        validation = dense_validation_batches(validation_data, processor, size, accelerator, task)
         return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
 
-    fine_tune(KINDS[kind], model, processor, batches, loss_of, measure, session, steps, script)
+    fine_tune(task, model, processor, batches, loss_of, measure, session, steps, script)
 
 
 def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:

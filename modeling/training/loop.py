@@ -159,7 +159,7 @@ def train(
 
     def checkpoint() -> None:
         write_whole(
-            folder / f"checkpoint-{progress.step}", lambda part: accelerator.save_state(str(part)), accelerator
+            folder / f"checkpoint-{progress.step}", lambda path: accelerator.save_state(str(path)), accelerator
         )
         for old in checkpoints(folder)[:-2] if accelerator.is_main_process else []:
             shutil.rmtree(old)
@@ -172,7 +172,7 @@ def train(
         score = score if higher_is_better else -score
         if score > progress.best:
             progress.best = score
-            write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
+            write_whole(folder / "best", lambda path: save(ema.module, path, progress.metrics), accelerator)
 
     loader = iter(loader_from(progress.step, steps, batches, data.workers, accumulation, accelerator))
     bar = tqdm(total=steps, initial=progress.step, desc=folder.name, disable=not accelerator.is_main_process)
@@ -214,7 +214,7 @@ def train(
             metrics.log(progress.step, {**values, "images_per_second": round(rate, 1)})
         if progress.step % run.save_steps == 0 or progress.step == steps:
             checkpoint()
-    write_whole(folder / "final", lambda part: save(ema.module, part, progress.metrics), accelerator)
+    write_whole(folder / "final", lambda path: save(ema.module, path, progress.metrics), accelerator)
     bar.close()
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
