@@ -93,8 +93,8 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
         layerscale_value (`float`, *optional*, defaults to 1e-5):
             Initial value of the layer scale vectors; `None` or 0 leaves them out.
         position_init_std (`float`, defaults to 0.02):
-            Spread of the position embedding at initialisation. The latents part by where they look: a short training wants
-            positions that weigh as much as the patches.
+            Spread of the position embedding at initialisation. Latents differ only by where they look, so a short training
+            needs positions that weigh as much as the patches.
         token_init_std (`float`, defaults to 1e-6):
             Standard deviation at which the learned latent and output token start. Short trainings start faster from 1:
             a vector of 1e-6 is next to nothing after its LayerNorm, so that all latents begin alike.
@@ -127,7 +127,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
             Dropout before the feature adapter's FFN and before the convolution of the dense heads.
         num_depth_bins, min_depth, max_depth:
             The depth head predicts the expectation over `num_depth_bins` uniform bins between `min_depth` and
-            `max_depth` metres. Pixels whose label is not in `(0, max_depth]` do not count.
+            `max_depth` metres. Pixels whose label is not in `(0, max_depth]` are ignored.
 
     The other fields mean what they mean in `ViTConfig`.
 

@@ -80,7 +80,7 @@ def measure(classifier: pipeline, images: list[Image.Image], results: Sequence[R
     """Milliseconds per image of the model alone, in batches; the operating points take turns."""
     pixel_values = classifier.image_processor(images, return_tensors="pt").pixel_values
     runs = {
-        result.name: lambda call=result.call: [classifier.model(part, **call) for part in pixel_values.split(BATCH)]
+        result.name: lambda call=result.call: [classifier.model(batch, **call) for batch in pixel_values.split(BATCH)]
         for result in results
     }
     times = interleaved(runs, repeats=5, name="milliseconds" if sys.stderr.isatty() else None)

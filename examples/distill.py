@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
-from datasets import IterableDataset
 
 from adaperceiver import AccuracyTable
 from adaperceiver.image_processing_adaperceiver import image_processor_for
@@ -25,7 +24,6 @@ from adaperceiver.training.arguments import (
     command_line,
     parse,
     recipe_for,
-    shrink,
 )
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.checkpointing import model_card
@@ -42,7 +40,7 @@ from adaperceiver.training.distillation import (
     load_teacher,
     micro_batches,
 )
-from adaperceiver.training.loop import freeze_stem, print_plan, print_scores, start, train
+from adaperceiver.training.loop import freeze_stem, print_plan, start, train
 
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -60,14 +58,14 @@ def run_stage(
     args: DistillationArguments,
 ) -> None:
     check(data, augmentation, args)
-    started = start(run, data, augmentation, optimization, args)
-    if started is None:
+    session = start(run, data, optimization, augmentation, args)
+    if session is None:
         return
-    accelerator, arguments = started
+    accelerator = session.accelerator
     features = args.distill == "features"
     training_data, validation_data = load_several(data, data.dataset, labelled=not features)
 
-    teacher = load_teacher(args, run, accelerator)
+    teacher = load_teacher(session, args)
     if not features:
         teacher.check_labels(label_names(training_data), f"--dataset {' '.join(data.dataset)}")
     student = build_student(args, teacher)
@@ -78,18 +76,14 @@ def run_stage(
         student.classifier.requires_grad_(False)
     config = student.config
 
-    name = ", ".join(Path(one).name for one in data.dataset)
-    images = tuple(None if isinstance(one, IterableDataset) else len(one) for one in (training_data, validation_data))
     classes = None if features else list(config.id2label.values())
     seen = None if features else classes_seen(training_data)
-    steps, sides = optimization.total_steps(images[0]), (config.image_size, config.image_size)
-    print_plan(accelerator, name, images, classes, seen, sides, optimization, steps)
+    steps = print_plan(session, training_data, validation_data, classes, seen, (config.image_size,) * 2)
 
     processor = image_processor_for(config, "image-classification")
     augment, grid = Augment(augmentation, config.image_size), (config.grid_size, config.grid_size)
-    size, buffer = optimization.micro_batch_size, data.shuffle_buffer
-    batches = micro_batches(training_data, size, augment, teacher, grid, run, data.workers, buffer, args)
-    loss_of = distillation_loss(config, processor, teacher, run, optimization, args)
+    batches = micro_batches(session, training_data, augment, teacher, grid, args)
+    loss_of = distillation_loss(session, config, processor, teacher, args)
     evaluate = partial(evaluate_features, teacher=teacher) if features else evaluate_logits
 
     def measure(model) -> dict:
@@ -97,28 +91,17 @@ def run_stage(
 
     def save(model, folder: Path, metrics: dict) -> None:
         if "grid" in metrics:
-            model.accuracy_table = AccuracyTable(f"top-1 accuracy on the validation data of {name}", metrics["grid"])
-        card = model_card(f"AdaPerceiver distilled on {name}", "examples/distill.py", arguments, metrics)
+            metric = f"top-1 accuracy on the validation data of {session.dataset}"
+            model.accuracy_table = AccuracyTable(metric, metrics["grid"])
+        title = f"AdaPerceiver distilled on {session.dataset}"
+        card = model_card(title, "examples/distill.py", session.arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
-    metrics = train(
-        accelerator,
-        student,
-        batches,
-        loss_of,
-        measure,
-        save,
-        run,
-        optimization,
-        arguments,
-        steps=steps,
-        workers=data.workers,
-    )
-    print_scores(metrics, accelerator)
+    train(session, student, batches, loss_of, measure, save, steps)
 
 
 def main(arguments: list[str]) -> None:
-    continued = any(part.split("=")[0] in ("--init_from", "--init-from") for part in arguments)
+    continued = any(argument.split("=")[0] in ("--init_from", "--init-from") for argument in arguments)
     own = RECIPES / ("own_from_checkpoint.yaml" if continued else "own_distillation.yaml")
     stages = parse(GROUPS, arguments, recipe_for(arguments, RECIPES / "scenes.yaml", own))
     for _, data, augmentation, _, args in stages:
@@ -126,7 +109,6 @@ def main(arguments: list[str]) -> None:
     before = None
     for run, data, augmentation, optimization, args in stages:
         if run.smoke:
-            shrink(run, data, optimization)
             args.student = json.dumps({**config_fields("student", args.student), "num_hidden_layers": 2})
             args.compile_teacher = False
         if before is not None:

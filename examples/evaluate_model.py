@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from adaperceiver import AccuracyTable
 from adaperceiver.evaluation.grid import (
-    TASKS,
+    SCORES,
     add_latency,
     evaluate_classifier,
     evaluate_grid,
@@ -34,6 +34,7 @@ from adaperceiver.evaluation.grid import (
 )
 from adaperceiver.evaluation.plots import draw_grid
 from adaperceiver.evaluation.tables import write_table
+from adaperceiver.tasks_adaperceiver import TASKS
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
 from adaperceiver.training.dense_data import (
@@ -78,38 +79,34 @@ class EvaluationArguments:
 
 
 @dataclass
-class DataChoice(DenseDataArguments):
-    """Classification has `label` columns, the dense tasks masks or depth maps; the rest is the same."""
+class AnyDataArguments(DenseDataArguments, DataArguments):
+    """Of data with labels, or with masks or depth maps."""
 
-    label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
-    streaming: bool = field(default=False, metadata={"help": "Fetch only what is evaluated (classification)."})
     crop: str = field(
         default="eigen", metadata={"help": "The part of depth maps that is scored.", "choices": ["eigen", "none"]}
     )
 
 
 def load_batches(
-    task: str, data: DataChoice, args: EvaluationArguments, names: Sequence[str], accelerator: Accelerator
+    task: str, data: AnyDataArguments, args: EvaluationArguments, names: Sequence[str], accelerator: Accelerator
 ) -> Callable[[Any], Iterator[tuple[torch.Tensor, Any]]]:
     """A function from an image processor to batches of the data that are scored."""
     if task == "image-classification":
-        shared = {name: getattr(data, name) for name in vars(DataArguments()) if hasattr(data, name)}
-        dataset = load_scored(DataArguments(**shared), args.split)
-        check_classes(dataset, DataArguments(**shared), args.model, len(names))
+        dataset = load_scored(data, args.split)
+        check_classes(dataset, data, args.model, len(names))
         return lambda processor: validation_batches(dataset, processor, args.batch_size, accelerator)
-    kind = "segmentation" if task == "image-segmentation" else "depth"
-    dataset = load_dense_scored(data, kind, args.split)
+    dataset = load_dense_scored(data, task, args.split)
     if accelerator.is_main_process:
-        check_samples(dataset, kind, len(names) if kind == "segmentation" else None)
-    if kind == "segmentation" and mask_names(dataset) != list(names):
+        check_samples(dataset, task, len(names) if task == "image-segmentation" else None)
+    if task == "image-segmentation" and mask_names(dataset) != list(names):
         raise ValueError(
             f"--dataset {data.dataset} and --model {args.model} must have the same classes in this order."
         )
-    return lambda processor: dense_validation_batches(dataset, processor, args.batch_size, accelerator, kind)
+    return lambda processor: dense_validation_batches(dataset, processor, args.batch_size, accelerator, task)
 
 
 def main(arguments: list[str]) -> None:
-    args, data = Parser([EvaluationArguments, DataChoice]).parse(arguments)
+    args, data = Parser([EvaluationArguments, AnyDataArguments]).parse(arguments)
     if args.save_table and args.split != "validation":
         raise ValueError(
             "--save_table needs --split validation: calls choose by the table, so it must not be of test images."
@@ -139,7 +136,7 @@ def main(arguments: list[str]) -> None:
     if args.latency_batch_size:
         add_latency(model, rows, args.latency_batch_size)
 
-    score, higher = TASKS[task].score, TASKS[task].higher_is_better
+    score, higher = SCORES[task].name, SCORES[task].higher_is_better
     folder, dataset = Path(args.output), Path(data.dataset).name
     write_table([*rows, *baselines], {"model": args.model, "dataset": dataset, "task": task}, folder, "results")
     drawn = draw_grid(rows, baselines, config.token_granularities, score, higher, folder)

@@ -49,7 +49,12 @@ def main(arguments: list[str]) -> None:
             return {"loss_warm_up": step < warm_up}
 
         fine_tune_dense(
-            "depth", AdaPerceiverForDepthEstimation, SCRIPT, *stage, loss_options=loss_options, crop=tuning.crop
+            "depth-estimation",
+            AdaPerceiverForDepthEstimation,
+            SCRIPT,
+            *stage,
+            loss_options=loss_options,
+            crop=tuning.crop,
         )
     PartialState().destroy_process_group()
 

@@ -9,8 +9,6 @@ With --dataset and no recipe it runs recipes/own_classification.yaml. The recipe
 `--help` lists all options with what they are by the recipe.
 """
 
-from pathlib import Path
-
 import torch
 from accelerate import PartialState
 
@@ -23,7 +21,6 @@ from adaperceiver.training.arguments import (
     command_line,
     parse,
     recipe_for,
-    shrink,
 )
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.data import (
@@ -53,13 +50,11 @@ def mixed_labels(batch: dict[str, torch.Tensor], num_labels: int) -> torch.Tenso
 def run_stage(run, data, augmentation, optimization, tuning) -> None:
     if data.streaming:
         raise ValueError("--streaming is not for fine-tuning, whose data is passed many times.")
-    if run.smoke:
-        shrink(run, data, optimization)
     tuning.check()
-    started = start(run, data, augmentation, optimization, tuning)
-    if started is None:
+    session = start(run, data, optimization, augmentation, tuning)
+    if session is None:
         return
-    accelerator, arguments = started
+    accelerator = session.accelerator
     training_data, validation_data = load_splits(data)
     names = label_names(training_data, data)
     if names is None:
@@ -69,10 +64,8 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
     augment = Augment(augmentation, model.config.image_size)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed)
     sides = (model.config.image_size,) * 2
-    images, steps = (len(training_data), len(validation_data)), optimization.total_steps(len(training_data))
-    seen = classes_seen(training_data)
-    print_plan(accelerator, Path(data.dataset).name, images, names, seen, sides, optimization, steps)
-    draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)
+    steps = print_plan(session, training_data, validation_data, names, classes_seen(training_data), sides)
+    draw = draws(session, model.config, tuning.adaptive_axes)
     mixes = augmentation.mixup_alpha or augmentation.cutmix_alpha
     new_metric = metrics_for(TASK, len(names))
 
@@ -84,9 +77,7 @@ def run_stage(run, data, augmentation, optimization, tuning) -> None:
         validation = validation_batches(validation_data, processor, tuning.eval_batch_size, accelerator)
         return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
 
-    fine_tune(
-        TASK, model, processor, batches, loss_of, measure, accelerator, run, data, optimization, arguments, SCRIPT
-    )
+    fine_tune(TASK, model, processor, batches, loss_of, measure, session, steps, SCRIPT)
 
 
 def main(arguments: list[str]) -> None:

@@ -31,7 +31,7 @@ GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArgum
 def main(arguments: list[str]) -> None:
     recipe = recipe_for(arguments, RECIPES / "scenes_segmentation.yaml", RECIPES / "own_segmentation.yaml")
     for stage in parse(GROUPS, arguments, recipe):
-        fine_tune_dense("segmentation", AdaPerceiverForSemanticSegmentation, SCRIPT, *stage)
+        fine_tune_dense("image-segmentation", AdaPerceiverForSemanticSegmentation, SCRIPT, *stage)
     PartialState().destroy_process_group()
 
 

@@ -24,7 +24,6 @@ from adaperceiver.training.arguments import (
     RunArguments,
     command_line,
     parse,
-    shrink,
 )
 from adaperceiver.training.augmentation import seed_of
 from adaperceiver.training.checkpointing import model_card
@@ -37,7 +36,7 @@ from adaperceiver.training.data import (
     load_splits,
     validation_batches,
 )
-from adaperceiver.training.loop import print_plan, print_scores, start, train
+from adaperceiver.training.loop import print_plan, start, train
 from adaperceiver.training.policies import (
     PolicyArguments,
     RouterTraining,
@@ -56,15 +55,13 @@ RECIPE = Path(__file__).parent / "recipes" / "cifar10_policy.yaml"
 def run_stage(
     run: RunArguments, data: DataArguments, optimization: OptimizationArguments, args: PolicyArguments
 ) -> None:
-    if run.smoke:
-        shrink(run, data, optimization)
     if data.streaming:
         raise ValueError("--streaming is not for policies: their rewards are kept for each image.")
     check_checkpoint("model", args.model, adaperceiver=True)
-    started = start(run, data, optimization, args)
-    if started is None:
+    session = start(run, data, optimization, args)
+    if session is None:
         return
-    accelerator, arguments = started
+    accelerator = session.accelerator
     model = AdaPerceiverForImageClassification.from_pretrained(args.model, router_ratio=args.router_ratio)
     model = model.eval().requires_grad_(False).to(accelerator.device)
     model.adaptive_config = AdaptiveConfig()
@@ -99,29 +96,16 @@ def run_stage(
     def save(training: RouterTraining, folder: Path, metrics: dict[str, Any]) -> None:
         model.adaperceiver.router.load_state_dict(training.router.state_dict())
         model.adaptive_config = AdaptiveConfig(policy="router")
-        card = model_card(f"A router for {Path(args.model).name}", "examples/train_policy.py", arguments, metrics)
+        card = model_card(
+            f"A router for {Path(args.model).name}", "examples/train_policy.py", session.arguments, metrics
+        )
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
         model.adaptive_config = AdaptiveConfig()
 
     router = RouterTraining(model.adaperceiver.router.requires_grad_(True), args.baseline_decay)
-    steps = optimization.total_steps(len(training_data))
-    images, classes = (len(training_data), len(validation_data)), list(model.config.id2label.values())
-    sides, seen = tuple(batches[0]["images"].shape[-2:]), classes_seen(training_data)
-    print_plan(accelerator, Path(data.dataset).name, images, classes, seen, sides, optimization, steps)
-    metrics = train(
-        accelerator,
-        router,
-        batches,
-        loss_of,
-        measure,
-        save,
-        run,
-        optimization,
-        arguments,
-        steps=steps,
-        workers=data.workers,
-    )
-    print_scores(metrics, accelerator)
+    classes, sides = list(model.config.id2label.values()), tuple(batches[0]["images"].shape[-2:])
+    steps = print_plan(session, training_data, validation_data, classes, classes_seen(training_data), sides)
+    train(session, router, batches, loss_of, measure, save, steps)
     accelerator.print(f"The model with its router is in {Path(run.output_dir) / 'final'}.")
 
 

@@ -728,14 +728,13 @@ class AdaptiveMixin(Base):
     def _checked_size(self, image_size: tuple[int, int] | None) -> tuple[int, int]:
         """Height and width, those of the config by default, if they make whole patches."""
         patch, side = self.config.patch_size, self.config.image_size
-        height, width = (side, side) if image_size is None else image_size
-        if min(height, width) < patch or height % patch or width % patch:
-            raise ValueError(f"`image_size` must be multiples of the patch size {patch}, got {(height, width)}.")
-        return height, width
+        rows, columns = (side, side) if image_size is None else image_size
+        if min(rows, columns) < patch or rows % patch or columns % patch:
+            raise ValueError(f"`image_size` must be multiples of the patch size {patch}, got {(rows, columns)}.")
+        return rows, columns
 
     def flops_at(self, point: OperatingPoint, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, int]:
-        height, width = self._checked_size(image_size)
-        patches = (height // self.config.patch_size) * (width // self.config.patch_size)
+        patches = math.prod(side // self.config.patch_size for side in self._checked_size(image_size))
         components = self.base_model.encoder_flops(point, patches, batch_size)
         components |= self.head_flops(point, patches, batch_size)
         return {**components, "total": sum(components.values())}

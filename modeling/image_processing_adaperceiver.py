@@ -34,10 +34,10 @@ from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
 from .configuration_adaperceiver import AdaPerceiverConfig, replace_links
+from .tasks_adaperceiver import TASKS
 
 
-IGNORE_INDEX = 255  # the label of pixels that do not count
-TASKS = ("image-classification", "image-segmentation", "depth-estimation", "image-feature-extraction")
+IGNORE_INDEX = 255  # the label of ignored pixels
 # What the paper's model (224 pixels) is evaluated at: (height, width) on ADE20K and NYUv2.
 DENSE_SIZES = {"image-segmentation": (518, 518), "depth-estimation": (448, 602)}
 
@@ -124,7 +124,7 @@ class AdaPerceiverImageProcessing(Base):
         """
         Images to `pixel_values`; `segmentation_maps`, one class from 0 to 255 per pixel, to `labels` of the same size.
 
-        With `do_reduce_labels` class 0 means that a pixel does not count (255) and the others move down by one.
+        With `do_reduce_labels` pixels of class 0 are ignored (255), and the others move down by one.
         """
         return super().preprocess(images, segmentation_maps, **kwargs)
 

@@ -102,8 +102,8 @@ class AdaPerceiverFFN(nn.Module):
         if sliced and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
             if len(runs) == 1:
                 return self.slice(states, first_layers, runs[0][0])
-            parts = states.split([count for _, count in runs])
-            return torch.cat([self.slice(part, first_layers, width) for part, (width, _) in zip(parts, runs)])
+            runs_of_states = states.split([count for _, count in runs])
+            return torch.cat([self.slice(run, first_layers, width) for run, (width, _) in zip(runs_of_states, runs)])
 
         # Layers that must be called as they are: mask.
         hidden = self.activate(*(layer(states) for layer in first_layers))
@@ -245,14 +245,14 @@ class AdaPerceiverEmbeddings(nn.Module):
         self.ffn = AdaPerceiverFFN(config) if config.use_embed_ffn else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def positions(self, height: int, width: int) -> torch.Tensor:
-        """The position embedding, resampled as an image to a grid of `height` x `width` patches."""
+    def positions(self, rows: int, columns: int) -> torch.Tensor:
+        """The position embedding, resampled as an image to a grid of `rows` x `columns` patches."""
         side = self.config.grid_size
-        if height == side and width == side:
+        if rows == side and columns == side:
             return self.position_embeddings
         grid = self.position_embeddings.float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
         grid = nn.functional.interpolate(
-            grid, size=(height, width), mode="bicubic", antialias=True, align_corners=False
+            grid, size=(rows, columns), mode="bicubic", antialias=True, align_corners=False
         )
         return grid.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
 
@@ -260,8 +260,7 @@ class AdaPerceiverEmbeddings(nn.Module):
         """pixel_values: (batch, channels, height, width) -> (batch, patches, hidden_size), in row-major order."""
         self.check(pixel_values, interpolate_pos_encoding)
         patches = self.patch_embeddings(pixel_values.to(self.position_embeddings.dtype))
-        height, width = patches.shape[-2:]
-        input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(height, width)
+        input_tokens = patches.flatten(2).transpose(1, 2) + self.positions(*patches.shape[-2:])
         if self.ffn is not None and self.norm is not None:
             input_tokens = self.ffn(self.norm(input_tokens))
         return self.dropout(input_tokens)
@@ -275,15 +274,15 @@ class AdaPerceiverEmbeddings(nn.Module):
         if pixel_values is None or pixel_values.ndim != 4 or pixel_values.shape[1] != channels:
             shape = None if pixel_values is None else tuple(pixel_values.shape)
             raise ValueError(f"`pixel_values` must be of shape (batch, {channels}, height, width), got {shape}.")
-        height, width = pixel_values.shape[-2:]
-        if height % patch != 0 or width % patch != 0 or height == 0 or width == 0:
+        sides = tuple(pixel_values.shape[-2:])
+        if any(one % patch != 0 or one == 0 for one in sides):
             raise ValueError(
                 f"`pixel_values` must have a height and a width that are multiples of the patch size {patch}, got "
-                f"{height}x{width}."
+                f"{sides[0]}x{sides[1]}."
             )
-        if interpolate_pos_encoding is False and (height, width) != (side, side):
+        if interpolate_pos_encoding is False and sides != (side, side):
             raise ValueError(
-                f"`pixel_values` must be {side}x{side} with `interpolate_pos_encoding=False`, got {height}x{width}."
+                f"`pixel_values` must be {side}x{side} with `interpolate_pos_encoding=False`, got {sides[0]}x{sides[1]}."
             )
 
     def flops(self, patches: int) -> int:

@@ -67,6 +67,10 @@ from .loss_adaperceiver import (
 )
 from .once_for_all_adaperceiver import OnceForAll, dense_loss
 from .policy_adaperceiver import AdaPerceiverRouter
+from .tasks_adaperceiver import TASKS
+
+
+Targets = dict[str, Any]  # of the losses of a call, by the names of its arguments: tensors, or None
 
 
 class AdaptiveOutput:
@@ -191,18 +195,50 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.base_model.embeddings.patch_embeddings
 
-    # Once-for-all training. A head says what it is trained for: `logit_loss` on the class token if one of `class_targets`
-    # is given, `output_loss` on the dense output tokens if one of `dense_targets` is.
+    # A head says what it gives, in `output_class`, and what it is trained for: `logit_loss` on the class token if one of
+    # `class_targets` is given, the loss of `predict_dense` on the dense output tokens if one of `dense_targets` is.
+    output_class: type
     class_targets: tuple[str, ...] = ()
     dense_targets: tuple[str, ...] = ()
     normalizes_dense_losses = True
 
+    def run_head(
+        self, pixel_values: Any, targets: Targets, step: OnceForAll | None, kwargs: dict, **loss_options
+    ) -> Any:
+        """A call of a model with a head: the loss by the `targets` that are given, predictions, and where it ran."""
+        step = self.once_for_all_step(step, pixel_values, kwargs, targets)
+        if step is not None:
+            loss, predictions = self.once_for_all_loss(pixel_values, step, targets, kwargs, **loss_options)
+            return self.output_class(loss=loss, **predictions)
+        point, kwargs = self.resolve(pixel_values, kwargs)
+        encoded = self.encode(pixel_values, point, kwargs)
+        losses, predictions = [], {}
+        if self.class_targets:
+            predictions["logits"] = self.classifier(encoded.pooler_output)
+            losses.append(self.logit_loss(predictions["logits"], targets, kwargs))
+        if self.dense_targets:
+            prediction, loss = self.predict_dense(encoded.output_tokens, pixel_values, targets, **loss_options)
+            predictions |= prediction
+            losses.append(loss)
+        losses = [loss for loss in losses if loss is not None]
+        return self.output_class(
+            loss=sum(losses) if losses else None,
+            **predictions,
+            **{name: encoded[name] for name in ("hidden_states", "attentions", "exit_depth") if name in encoded},
+        ).ran_at(encoded.operating_point, encoded.images)
+
+    def encode(self, pixel_values: torch.Tensor, point: OperatingPoint, kwargs: dict) -> AdaPerceiverModelOutput:
+        """What the head reads."""
+        return self.base_model(pixel_values, operating_point=point, **kwargs)
+
+    def predict_dense(
+        self, output_tokens: torch.Tensor, pixel_values: torch.Tensor, targets: Targets, **loss_options
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """The prediction from the dense output tokens by its name in `output_class`, and its loss if there is a target."""
+        raise NotImplementedError
+
     def once_for_all_step(
-        self,
-        step: OnceForAll | None,
-        pixel_values: torch.Tensor,
-        kwargs: dict,
-        targets: dict[str, torch.Tensor | None],
+        self, step: OnceForAll | None, pixel_values: torch.Tensor, kwargs: dict, targets: Targets
     ) -> OnceForAll | None:
         """What a call trains if it is a once-for-all one: the `step` it was given, or a drawn one; None if it is not."""
         named = list(split_kwargs(kwargs)[0])
@@ -218,17 +254,12 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         return step
 
     def once_for_all_loss(
-        self,
-        pixel_values: torch.Tensor,
-        step: OnceForAll,
-        targets: dict[str, torch.Tensor | None],
-        kwargs: dict,
-        **loss_options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, pixel_values: torch.Tensor, step: OnceForAll, targets: Targets, kwargs: dict, **loss_options
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The losses of all readouts of a once-for-all step, from one encoding, and the full model's logits if it has any."""
         step, order, pixel_values, *tensors = step.sorted_by_width(pixel_values, *targets.values())
         targets = {name: tensor for name, tensor in zip(targets, tensors) if tensor is not None}
-        model, layers, losses, logits = self.base_model, self.config.num_hidden_layers, [], None
+        model, layers, losses, predictions = self.base_model, self.config.num_hidden_layers, [], {}
         input_tokens, latents, rope = model.encode_every_depth(pixel_values, step, kwargs)
         if targets.keys() & set(self.class_targets):
             sources = step.sources(latents, step.weights(layers), self.config.max_width)
@@ -244,20 +275,21 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
                 if step.self_distillation:
                     loss = loss + step.self_distillation * logit_distillation_loss(one, own_teacher, temperature)
                 losses.append(weight * loss)
-            logits = full if isinstance(order, slice) else full[torch.tensor(order, device=full.device).argsort()]
+            in_order = order if isinstance(order, slice) else torch.tensor(order, device=full.device).argsort()
+            predictions["logits"] = full[in_order]
         if targets.keys() & set(self.dense_targets):
             of_dense = step.weights(layers, self.normalizes_dense_losses)
             losses.append(
                 dense_loss(
                     model.dense_readout,
-                    lambda output_tokens: self.output_loss(output_tokens, pixel_values, targets, **loss_options),
+                    lambda output_tokens: self.predict_dense(output_tokens, pixel_values, targets, **loss_options)[1],
                     [p for name, p in self.named_parameters() if not name.startswith(self.base_model_prefix)],
                     input_tokens,
                     step.sources(latents, of_dense, self.config.max_width),
                     rope,
                 )
             )
-        return sum(losses), logits
+        return sum(losses), predictions
 
     # Many predictions from one encoding. A head says how it reads them: `prefix_predictions`.
 
@@ -556,10 +588,16 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         return components
 
 
+def forward_of_head(forward: Callable) -> Callable:
+    """What the `forward` of every head is decorated with."""
+    return can_return_tuple(with_adaptive_arguments(forward))
+
+
 class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
     """AdaPerceiver with a linear classifier on the output token."""
 
     task = "image-classification"
+    output_class = AdaPerceiverClassifierOutput
     readouts = "class"
     class_targets = ("labels", "teacher_logits")
     exits_early = True
@@ -572,8 +610,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
 
-    @can_return_tuple
-    @with_adaptive_arguments
+    @forward_of_head
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -592,31 +629,18 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
             Targets of the logit distillation loss.
         """
         targets = {"labels": labels, "teacher_logits": teacher_logits}
-        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, targets)
-        if step is not None:
-            loss, logits = self.once_for_all_loss(pixel_values, step, targets, kwargs)
-            return AdaPerceiverClassifierOutput(loss=loss, logits=logits)
-        outputs, kwargs = self.encode(pixel_values, kwargs)
-        logits = self.classifier(outputs.pooler_output)
-        return AdaPerceiverClassifierOutput(
-            loss=self.logit_loss(logits, targets, kwargs),
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            exit_depth=outputs.exit_depth,
-        ).ran_at(outputs.operating_point, outputs.images)
+        return self.run_head(pixel_values, targets, once_for_all, kwargs)
 
-    def encode(self, pixel_values: torch.Tensor, kwargs: dict) -> tuple[AdaPerceiverModelOutput, dict[str, Any]]:
-        """Run the base model, by segments of blocks between the probes if images may exit early."""
+    def encode(self, pixel_values: torch.Tensor, point: OperatingPoint, kwargs: dict) -> AdaPerceiverModelOutput:
+        """By segments of blocks between the probes, if images may exit early."""
         model = self.adaperceiver
-        point, kwargs = self.resolve(pixel_values, kwargs)
         input_tokens, point = model.embed(pixel_values, point, kwargs)
-        if point.exit_threshold is not None and self.config.num_labels < 2:  # a single label is always certain
-            raise ValueError(f"`exit_threshold` needs at least 2 labels, got `num_labels` {self.config.num_labels}.")
         if point.exit_threshold is None:
-            return model(operating_point=point, input_tokens=input_tokens, **kwargs), kwargs
+            return model(operating_point=point, input_tokens=input_tokens, **kwargs)
+        if self.config.num_labels < 2:  # a single label is always certain
+            raise ValueError(f"`exit_threshold` needs at least 2 labels, got `num_labels` {self.config.num_labels}.")
         outputs = model.run_in_groups(self.encode_until_confident, input_tokens, point, kwargs)
-        return outputs.ran_at(point, input_tokens.shape[0]), kwargs
+        return outputs.ran_at(point, input_tokens.shape[0])
 
     def encode_until_confident(
         self, input_tokens: torch.Tensor, point: OperatingPoint, kwargs: dict
@@ -663,9 +687,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         """The largest class probability. (batch, hidden_size) -> (batch,)"""
         return (self.classifier(class_tokens).float() / temperature).softmax(dim=-1).amax(dim=-1)
 
-    def logit_loss(
-        self, logits: torch.Tensor, targets: dict[str, torch.Tensor | None], kwargs: dict
-    ) -> torch.Tensor | None:
+    def logit_loss(self, logits: torch.Tensor, targets: Targets, kwargs: dict) -> torch.Tensor | None:
         losses, teacher_logits = [], targets.get("teacher_logits")
         if targets.get("labels") is not None:
             losses.append(self.loss_function(targets["labels"], logits, self.config, **kwargs))
@@ -756,6 +778,7 @@ class AdaPerceiverFeatureAdapter(nn.Module):
 class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
     """AdaPerceiver with logits and patch features side by side, to be distilled from a teacher."""
 
+    output_class = AdaPerceiverDistillationOutput
     readouts = "both"
     dense_targets = ("teacher_features",)
     normalizes_dense_losses = False
@@ -765,14 +788,22 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
         self.feature_adapter = AdaPerceiverFeatureAdapter(config)
         self.post_init()
 
-    @can_return_tuple
-    @with_adaptive_arguments
+    def predict_dense(
+        self, output_tokens: torch.Tensor, pixel_values: torch.Tensor, targets: Targets, **loss_options
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        features, teacher_features = self.feature_adapter(output_tokens), targets.get("teacher_features")
+        if teacher_features is None:
+            return {"features": features}, None
+        check_shape("teacher_features", teacher_features, features.shape)
+        return {"features": features}, feature_distillation_loss(features, teacher_features)
+
+    @forward_of_head
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        teacher_logits: torch.Tensor | None = None,
         teacher_features: torch.Tensor | None = None,
+        teacher_logits: torch.Tensor | None = None,
         once_for_all: OnceForAll | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> AdaPerceiverDistillationOutput:
@@ -788,33 +819,7 @@ class AdaPerceiverForDistillation(AdaPerceiverForImageClassification):
             Targets of the feature distillation loss: the teacher's patch features, without its prefix tokens.
         """
         targets = {"labels": labels, "teacher_logits": teacher_logits, "teacher_features": teacher_features}
-        step = self.once_for_all_step(once_for_all, pixel_values, kwargs, targets)
-        if step is not None:
-            loss, logits = self.once_for_all_loss(pixel_values, step, targets, kwargs)
-            return AdaPerceiverDistillationOutput(loss=loss, logits=logits)
-        outputs, kwargs = self.encode(pixel_values, kwargs)
-        logits, features = self.classifier(outputs.pooler_output), self.feature_adapter(outputs.output_tokens)
-        losses = [self.logit_loss(logits, targets, kwargs)]
-        if teacher_features is not None:
-            losses.append(self.feature_loss(features, teacher_features))
-        losses = [loss for loss in losses if loss is not None]
-        return AdaPerceiverDistillationOutput(
-            loss=sum(losses) if losses else None,
-            logits=logits,
-            features=features,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            exit_depth=outputs.exit_depth,
-        ).ran_at(outputs.operating_point, outputs.images)
-
-    def feature_loss(self, features: torch.Tensor, teacher_features: torch.Tensor) -> torch.Tensor:
-        check_shape("teacher_features", teacher_features, features.shape)
-        return feature_distillation_loss(features, teacher_features)
-
-    def output_loss(
-        self, output_tokens: torch.Tensor, pixel_values: torch.Tensor, targets: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return self.feature_loss(self.feature_adapter(output_tokens), targets["teacher_features"])
+        return self.run_head(pixel_values, targets, once_for_all, kwargs)
 
     def head_flops(self, point: OperatingPoint, patches: int, images: int) -> dict[str, int]:
         features = self.feature_adapter.ffn.flops(images * patches)
@@ -852,28 +857,15 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
         self.head = self.head_class(config)
         self.post_init()
 
-    def predict(
-        self,
-        pixel_values: Any,  # a tensor; what is none is refused
-        labels: torch.Tensor | None,
-        step: OnceForAll | None,
-        kwargs: dict,
-        **loss_options,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, AdaPerceiverModelOutput]:
-        """Loss, prediction at the size of the images, and what the base model returned; a loss alone in a once-for-all step."""
-        targets = {"labels": labels}
-        step = self.once_for_all_step(step, pixel_values, kwargs, targets)
-        if step is not None:
-            loss, _ = self.once_for_all_loss(pixel_values, step, targets, kwargs, **loss_options)
-            return loss, None, AdaPerceiverModelOutput()
-        point, kwargs = self.resolve(pixel_values, kwargs)
-        outputs = self.adaperceiver(pixel_values, operating_point=point, **kwargs)
-        maps = self.maps(outputs.output_tokens, pixel_values)
+    def predict_dense(
+        self, output_tokens: torch.Tensor, pixel_values: torch.Tensor, targets: Targets, **loss_options
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        labels, maps = targets["labels"], self.maps(output_tokens, pixel_values)
         resized = resize(maps, pixel_values.shape[-2:])
         loss = None
         if labels is not None:
             loss = self.map_loss(resized if labels.shape[-2:] == resized.shape[-2:] else maps, labels, **loss_options)
-        return loss, self.prediction(resized), outputs
+        return {TASKS[self.task].prediction: self.prediction(resized)}, loss
 
     def maps(self, output_tokens: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         """(batch, patches, hidden_size) -> what the head predicts, (batch, channels, height, width), at its own size"""
@@ -882,11 +874,6 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
     def prediction(self, maps: torch.Tensor) -> torch.Tensor:
         """What a call returns of maps at the size of the images."""
         return maps
-
-    def output_loss(
-        self, output_tokens: torch.Tensor, pixel_values: torch.Tensor, targets: dict[str, torch.Tensor], **loss_options
-    ) -> torch.Tensor:
-        return self.map_loss(self.maps(output_tokens, pixel_values), targets["labels"], **loss_options)
 
     def prefix_predictions(
         self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope
@@ -927,14 +914,14 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
     """AdaPerceiver with a linear segmentation head on the patch features."""
 
     task = "image-segmentation"
+    output_class = AdaPerceiverSegmenterOutput
     head_class = AdaPerceiverSegmentationHead
 
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
 
-    @can_return_tuple
-    @with_adaptive_arguments
+    @forward_of_head
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -951,10 +938,7 @@ class AdaPerceiverForSemanticSegmentation(AdaPerceiverDensePredictionModel):
         """
         if labels is not None and self.num_labels == 1:
             raise ValueError("`num_labels` must be at least 2 for the segmentation loss, got 1.")
-        loss, logits, outputs = self.predict(pixel_values, labels, once_for_all, kwargs)
-        states, attentions = outputs.hidden_states, outputs.attentions
-        results = AdaPerceiverSegmenterOutput(loss=loss, logits=logits, hidden_states=states, attentions=attentions)
-        return results.ran_at(outputs.operating_point, outputs.images)
+        return self.run_head(pixel_values, {"labels": labels}, once_for_all, kwargs)
 
     def map_loss(self, maps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """maps: (batch, num_labels, height, width); labels: (batch, height, width); both at any size"""
@@ -991,10 +975,10 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
     """AdaPerceiver with a binned depth head on the patch features."""
 
     task = "depth-estimation"
+    output_class = AdaPerceiverDepthOutput
     head_class = AdaPerceiverDepthHead
 
-    @can_return_tuple
-    @with_adaptive_arguments
+    @forward_of_head
     def forward(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -1012,12 +996,7 @@ class AdaPerceiverForDepthEstimation(AdaPerceiverDensePredictionModel):
         loss_warm_up (`bool`, defaults to `False`):
             Leave the variance out of the scale-invariant loss, as in the first steps of a training.
         """
-        loss, depth, outputs = self.predict(pixel_values, labels, once_for_all, kwargs, warm_up=loss_warm_up)
-        states, attentions = outputs.hidden_states, outputs.attentions
-        results = AdaPerceiverDepthOutput(
-            loss=loss, predicted_depth=depth, hidden_states=states, attentions=attentions
-        )
-        return results.ran_at(outputs.operating_point, outputs.images)
+        return self.run_head(pixel_values, {"labels": labels}, once_for_all, kwargs, warm_up=loss_warm_up)
 
     def prediction(self, maps: torch.Tensor) -> torch.Tensor:
         return maps[:, 0]

@@ -29,13 +29,12 @@ class OnceForAll(NamedTuple):
     tokens: tuple[int, ...]
     depth_tokens: tuple[int, ...]
     width: int | tuple[int, ...]
-    full_share: float | None = (
-        None  # of the weights, for the full readout: all tokens, last block; by default as in the paper
-    )
-    partial_gradient: float = (
-        1.0  # factor on what the readouts of less than the full model send back into blocks and read
-    )
-    self_distillation: float = 0.0  # weight of the full readout's logits as a second teacher of the other readouts
+    # Share of the weights that the full readout (all tokens, last block) has; by default as in the paper.
+    full_share: float | None = None
+    # Factor on the gradient that the readouts of less than the full model send back into blocks and read.
+    partial_gradient: float = 1.0
+    # Weight of the full readout's logits as a second teacher of the other readouts.
+    self_distillation: float = 0.0
 
     @classmethod
     def draw(

@@ -18,35 +18,34 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..adaptive_adaperceiver import AdaptiveConfig, OperatingPoint, check_field, interleaved
+from ..tasks_adaperceiver import TASKS
 
 
 METRICS = Path(__file__).parent / "metrics"
 
 
-class Task(NamedTuple):
+class Score(NamedTuple):
     """How a task is scored."""
 
-    auto_class: str
     metric: str  # a folder in metrics/
-    score: str  # the one to choose operating points by
+    name: str  # of the score to choose operating points by
     higher_is_better: bool
 
 
-TASKS = {
-    "image-classification": Task("AutoModelForImageClassification", "top_k_accuracy", "top1", True),
-    "image-segmentation": Task("AutoModelForSemanticSegmentation", "mean_iou", "mean_iou", True),
-    "depth-estimation": Task("AutoModelForDepthEstimation", "depth_estimation", "rmse", False),
+SCORES = {
+    "image-classification": Score("top_k_accuracy", "top1", True),
+    "image-segmentation": Score("mean_iou", "mean_iou", True),
+    "depth-estimation": Score("depth_estimation", "rmse", False),
 }
 
 
 def task_of(config: Any, name: str) -> str:
     """The task of the head that the checkpoint `name` was saved with."""
-    for task, scored in TASKS.items():
-        head = getattr(transformers, scored.auto_class)._model_mapping.get(type(config), None)
-        if head is not None and head.__name__ in (config.architectures or []):
+    for task in SCORES:
+        if TASKS[task].model_class in (config.architectures or []):
             return task
     raise ValueError(
-        f"--model {name} must be a checkpoint with a head for {', '.join(TASKS)}, it is {config.architectures}."
+        f"--model {name} must be a checkpoint with a head for {', '.join(SCORES)}, it is {config.architectures}."
     )
 
 
@@ -56,7 +55,7 @@ def metrics_for(task: str, num_labels: int, **options) -> Callable[[], Any]:
         options = {"k": [1, 5] if num_labels >= 5 else [1], **options}
     elif task == "image-segmentation":
         options = {"num_labels": num_labels, **options}
-    first = evaluate.load(str(METRICS / TASKS[task].metric), **options)
+    first = evaluate.load(str(METRICS / SCORES[task].metric), **options)
     return lambda: type(first)(**options)
 
 
@@ -83,8 +82,8 @@ def add(metric: Any, prediction: torch.Tensor, targets: torch.Tensor | Sequence[
     if isinstance(targets, torch.Tensor):
         return metric.add_batch(predictions=prediction.float(), references=targets)
     sizes = {target.shape for target in targets}
-    parts = zip(prediction.split(1), targets) if len(sizes) > 1 else [(prediction, torch.stack(list(targets)))]
-    for maps, references in parts:
+    pairs = zip(prediction.split(1), targets) if len(sizes) > 1 else [(prediction, torch.stack(list(targets)))]
+    for maps, references in pairs:
         references = references if references.ndim == 3 else references[None]
         maps = maps.float() if maps.ndim == 4 else maps.float()[:, None]
         if maps.shape[-2:] != references.shape[-2:]:
@@ -128,7 +127,7 @@ def evaluate_grid(
     points = [Point(count, width, depth) for count in tokens for width in widths for depth in depths]
     points += [Point(count, width, last, at) for count in tokens for width in widths for at in exit_thresholds]
     metrics = {point: new_metric() for point in points}
-    settled = {point: settle(model, point) for point in points}
+    resolved = {point: resolve(model, point) for point in points}
     exits = {
         point: torch.zeros(last, device=accelerator.device) for point in points if point.exit_threshold is not None
     }
@@ -145,7 +144,7 @@ def evaluate_grid(
             for count, of_depth in by_tokens.items():
                 for threshold in exit_thresholds:
                     point = Point(count, width, last, threshold)
-                    logits, exit_depth = early_exit(torch.stack(of_depth), settled[point])
+                    logits, exit_depth = early_exit(torch.stack(of_depth), resolved[point])
                     add(metrics[point], logits, targets)
                     exits[point] += torch.bincount(exit_depth - 1, minlength=last)
     # All images of the last batches may be those of other processes.
@@ -156,13 +155,13 @@ def evaluate_grid(
     rows = []
     for point, metric in metrics.items():
         scores = metric.compute(accelerator=accelerator)
-        row = {**point._asdict(), "image_size": list(image_size), "gflops": gflops(model, settled[point], image_size)}
+        row = {**point._asdict(), "image_size": list(image_size), "gflops": gflops(model, resolved[point], image_size)}
         if point in exits:
             share = accelerator.reduce(exits[point], "sum").cpu()
             share = share / share.sum()
             row["gflops"] = sum(
-                part * gflops(model, settled[point], image_size, exit_depth)
-                for exit_depth, part in enumerate(share.tolist(), start=1)
+                fraction * gflops(model, resolved[point], image_size, exit_depth)
+                for exit_depth, fraction in enumerate(share.tolist(), start=1)
             )
             row["mean_exit_depth"] = (share * torch.arange(1, last + 1)).sum().item()
         rows.append({**row, **scores})
@@ -178,7 +177,7 @@ def without_choices(own: AdaptiveConfig) -> AdaptiveConfig:
     return AdaptiveConfig(**{name: getattr(own, name) for name in kept})
 
 
-def settle(model: nn.Module, point: Point) -> OperatingPoint:
+def resolve(model: nn.Module, point: Point) -> OperatingPoint:
     """`point` as the model runs it, whatever the checkpoint chooses by default."""
     threshold = False if point.exit_threshold is None else point.exit_threshold
     return model.operating_point(policy="fixed", **{**point._asdict(), "exit_threshold": threshold})
@@ -232,7 +231,7 @@ def add_latency(model: nn.Module, rows: list[dict[str, Any]], batch_size: int) -
     pixel_values = torch.randn(batch_size, 3, *sides, device=model.device, dtype=model.dtype)
     last = max(row["depth"] for row in rows)
     points = {Point(row["tokens"], row["width"], depth) for row in rows for depth in (1, last)}
-    runs = {point: partial(model, pixel_values, operating_point=settle(model, point)) for point in points}
+    runs = {point: partial(model, pixel_values, operating_point=resolve(model, point)) for point in points}
     times = interleaved(runs, repeats=5, name="milliseconds")
     for row in rows:
         first, whole = (times[Point(row["tokens"], row["width"], depth)] for depth in (1, last))

@@ -64,12 +64,12 @@ def draw_grid(
 
     on_grid = [row for row in fixed if row["tokens"] in trained]
     for x, by, at_largest in (("tokens", "width", "depth"), ("depth", "tokens", "width")):
-        part = [row for row in on_grid if row[at_largest] == largest[at_largest]]
-        if len({row[x] for row in part}) > 1:
+        chosen = [row for row in on_grid if row[at_largest] == largest[at_largest]]
+        if len({row[x] for row in chosen}) > 1:
             drawn.append(f"tokens_{'width' if x == 'tokens' else x}.png")
             with panels(folder / drawn[-1]) as (axes,):
-                for value in sorted({row[by] for row in part}):
-                    of_value = [row for row in part if row[by] == value]
+                for value in sorted({row[by] for row in chosen}):
+                    of_value = [row for row in chosen if row[by] == value]
                     line(axes, of_value, x, score, marker="o", label=f"{by} {value}")
                 axes.set(xlabel=x, ylabel=score, title=f"{at_largest} {largest[at_largest]}")
 
@@ -79,8 +79,8 @@ def draw_grid(
         with panels(folder / drawn[-1]) as (axes,):
             line(axes, between, "tokens", score, color=LIGHT)
             for is_trained, label, color in ((True, "trained", BLACK), (False, "not trained", RED)):
-                part = [row for row in between if (row["tokens"] in trained) == is_trained]
-                scatter(axes, part, "tokens", score, s=36, label=label, color=color, zorder=3)
+                chosen = [row for row in between if (row["tokens"] in trained) == is_trained]
+                scatter(axes, chosen, "tokens", score, s=36, label=label, color=color, zorder=3)
             axes.set(xlabel="tokens", ylabel=score, title="interpolation and extrapolation")
     return drawn
 
@@ -90,15 +90,15 @@ def draw_policies(rows: Sequence[dict[str, Any]], path: Path) -> None:
     kinds, oracle = {"fixed": BLUE, "early exit": RED, "router": GREEN}, rows[-1]
     with panels(path, 3, (5, 4.5)) as (accuracy, depths, tokens):
         for kind, color in kinds.items():
-            part = [row for row in rows if row["policy"].startswith(kind)]
-            if part:
-                scatter(accuracy, part, "gflops", "accuracy", s=36, color=color, label=kind)
+            chosen = [row for row in rows if row["policy"].startswith(kind)]
+            if chosen:
+                scatter(accuracy, chosen, "gflops", "accuracy", s=36, color=color, label=kind)
         # Drawn to scale, the oracle would press the others into one line.
         accuracy.set_title(f"oracle: {oracle['accuracy']:.1%} at {oracle['gflops']:.3g} GFLOPs", fontsize=10)
         accuracy.set(xlabel="GFLOPs per image (mean)", ylabel="accuracy")
         for axes, name, label in ((depths, "exit_depths", "exit depth"), (tokens, "tokens", "tokens")):
-            part = [row for row in rows if sum(share > 0 for share in (row[name] or {}).values()) > 1]
-            for row in part[-6:]:
+            varied = [row for row in rows if sum(share > 0 for share in (row[name] or {}).values()) > 1]
+            for row in varied[-6:]:
                 axes.plot(list(map(str, row[name])), list(row[name].values()), label=row["policy"])
             axes.set(xlabel=label, ylabel="share of images")
 

@@ -72,7 +72,7 @@ def collect(
     accelerator: Accelerator,
 ) -> Answers:
     """One encoding at each width, on all processes; confidences by the model's own temperatures."""
-    parts, router = [], model.adaperceiver.router
+    answers, router = [], model.adaperceiver.router
     temperatures = model.operating_point(exit_threshold=1.0).exit_temperatures
     for pixel_values, labels in tqdm(batches, "accuracies", unit="batch", disable=not accelerator.is_main_process):
         grids = [model.logits_grid(pixel_values, width=width) for width in model.config.widths]
@@ -80,12 +80,13 @@ def collect(
         routed = None
         if router is not None:
             routed = router.logits(model.adaperceiver.embeddings(pixel_values)).argmax(dim=-1).cpu()
-        parts.append(Answers(correct.cpu(), confidences(grids[-1], temperatures).cpu(), routed))
+        answers.append(Answers(correct.cpu(), confidences(grids[-1], temperatures).cpu(), routed))
     if accelerator.num_processes > 1:  # which took turns
-        parts = [part for turn in zip_longest(*gather_object([parts])) for part in turn if part is not None]
-    if not parts:
+        turns = zip_longest(*gather_object([answers]))
+        answers = [one for turn in turns for one in turn if one is not None]
+    if not answers:
         raise ValueError("There is nothing to evaluate on: the data set has no image that can be read.")
-    correct, confidence, routed = zip(*parts)
+    correct, confidence, routed = zip(*answers)
     return Answers(
         torch.cat(correct, dim=-1), torch.cat(confidence, dim=-1), None if router is None else torch.cat(routed)
     )
@@ -232,8 +233,8 @@ def time_rows(
 
     def run(call: dict[str, Any] | Oracle, batch: int) -> None:
         for start in range(0, len(pixel_values), batch):
-            part = slice(start, min(start + batch, len(pixel_values)))
-            model(pixel_values[part], **({"policy": call.policy(part)} if isinstance(call, Oracle) else call))
+            images = slice(start, min(start + batch, len(pixel_values)))
+            model(pixel_values[images], **({"policy": call.policy(images)} if isinstance(call, Oracle) else call))
 
     sizes = {"ms_batch_1": 1, "ms_large_batch": batch_size}
     times = {(row.policy, name): [] for row in rows for name in sizes}

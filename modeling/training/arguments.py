@@ -188,10 +188,10 @@ def read_recipe(path: Path, known: set[str]) -> tuple[dict[str, Any], list[dict[
     recipe = {} if recipe is None else recipe
     stages = recipe.pop("stages", None) or [{}] if isinstance(recipe, dict) else []
     stages = stages if isinstance(stages, list) else [stages, None]  # a mapping is not a list of stages
-    for part in [recipe, *stages]:
-        if not isinstance(part, dict):
+    for values in [recipe, *stages]:
+        if not isinstance(values, dict):
             raise ValueError(f"The recipe {path} must be a mapping, and its stages a list of mappings.")
-        if unknown := [name for name in part if name not in known]:
+        if unknown := [name for name in values if name not in known]:
             raise ValueError(
                 f"The recipe {path} has {unknown[0]}, which is no option of this script"
                 f"{suggestion(str(unknown[0]), known) or '; --help lists them.'}"

@@ -68,7 +68,7 @@ class Augment:
             views = self.cropped(images)
             views = views if self.flip is None else self.flip(views)
             if self.randaugment is not None:
-                views = torch.cat([self.randaugment(part) for part in views.split(self.group)])
+                views = torch.cat([self.randaugment(few) for few in views.split(self.group)])
             views = views if self.erasing is None else self.erasing(views)
             views, other_labels, share = self.mix(views.clamp(0, 1), labels)
         return {"images": views, "labels": labels, "other_labels": other_labels, "share": share}

@@ -20,22 +20,22 @@ def write_whole(folder: Path, write: Callable[[Path], None], accelerator: Accele
     Have `write` fill a folder that appears under its name when it is complete, or not at all. With an `accelerator` all
     processes take part.
     """
-    part = folder.with_name(f".{folder.name}.part")
+    incomplete = folder.with_name(f".{folder.name}.part")
     wait, main = (accelerator.wait_for_everyone, accelerator.is_main_process) if accelerator else (lambda: None, True)
     if main:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
     wait()
     try:
-        write(part)
+        write(incomplete)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(incomplete, ignore_errors=True)
         raise OSError(
             f"{folder} could not be written: {error}. What was saved before is whole, and --resume goes on from there."
         ) from error
     wait()
     if main:
         shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        incomplete.rename(folder)
     wait()
 
 
@@ -52,7 +52,7 @@ def load_newest(folder: Path, accelerator: Accelerator) -> None:
     try:
         accelerator.load_state(str(newest))
     except Exception as error:  # whatever reads the damaged file raises
-        instead = f"go on from {earlier[-1].name}" if earlier else "start anew"
+        instead = f"go on from {earlier[-1].name}" if earlier else "start over"
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{newest} cannot be loaded. Remove it to {instead}. ({reason})") from error
 
@@ -144,9 +144,9 @@ class Metrics:
         if accelerator.is_main_process:
             lines = read_metrics(path) if path.exists() and step else []
             kept = [line for line in lines if line["step"] <= (step if "loss" in line else evaluated)]
-            part = path.with_name(f".{path.name}.part")
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            part.rename(path)
+            incomplete = path.with_name(f".{path.name}.part")
+            incomplete.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            incomplete.rename(path)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:

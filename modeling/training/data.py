@@ -29,19 +29,25 @@ from .checks import at_least, require
 from .scenes import scenes
 
 
-LABELS = (
-    Path(__file__).parents[1] / "evaluation" / "labels"
-)  # names of classes, one per line, in the order of the classes
+# Names of classes, one per line, in the order of the classes.
+LABELS = Path(__file__).parents[1] / "evaluation" / "labels"
 # Data sets that store numbers and no names.
 LABEL_MAPS = {"timm/imagenet-1k-wds": "imagenet1k", "timm/imagenet-12k-wds": "imagenet12k"}
 
 
+def known_label_maps() -> list[str]:
+    return sorted(file.stem for file in LABELS.glob("*.txt") if file.stem != "nyuv2_test")  # that one holds a split
+
+
 @dataclass
-class DataArguments:
+class SplitArguments:
+    """What data of all kinds have in common."""
+
     dataset: str = field(
         default="scenes",
         metadata={
-            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards.'
+            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; for dense tasks '
+            "also the folder ADEChallengeData2016, or nyu_depth_v2_labeled.mat."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
@@ -52,19 +58,15 @@ class DataArguments:
     holdout: float | None = field(
         default=None,
         metadata={
-            "help": "Share of the training images, the same of every class, that is kept apart for validation; 0.05 by "
-            "default where the data have no validation split. No training reads a test split."
+            "help": "Share of the training images (where they have labels, the same of every class) that is kept apart for "
+            "validation; 0.05 by default where the data have no validation split. No training reads a test split."
         },
     )
     image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
-    label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
     label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one per line: a file, or imagenet1k or imagenet12k."}
+        default=None,
+        metadata={"help": f"Names of the classes, one per line: a file, or one of {', '.join(known_label_maps())}."},
     )
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
-    )
-    shuffle_buffer: int = 10_000
     train_samples: int | None = field(
         default=None, metadata={"help": "Use at most that many images of a data set, the same share of every class."}
     )
@@ -72,24 +74,33 @@ class DataArguments:
     workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
     def __post_init__(self):
-        check_data(self)
+        at_least(self, 1, "train_samples", "validation_samples")
+        at_least(self, 0, "workers")
+        require(self, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
+        if self.label_map is not None:
+            read_label_map(self.label_map)
+        for option in ("train_split", "validation_split"):
+            if getattr(self, option) == "test":
+                raise ValueError(
+                    f"--{option} test: test images are for final scores alone. --holdout keeps others apart."
+                )
+        if self.holdout is not None and self.validation_split:
+            raise ValueError(
+                f"--holdout {self.holdout} and --validation_split {self.validation_split} exclude each other."
+            )
+
+
+@dataclass
+class DataArguments(SplitArguments):
+    label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
+    )
+    shuffle_buffer: int = 10_000
+
+    def __post_init__(self):
+        super().__post_init__()
         at_least(self, 1, "shuffle_buffer")
-
-
-def check_data(args: Any) -> None:
-    """What arguments of all kinds of data have in common."""
-    at_least(args, 1, "train_samples", "validation_samples")
-    at_least(args, 0, "workers")
-    require(args, "above 0 and below 1", lambda share: 0 < share < 1, "holdout")
-    if args.label_map is not None:
-        read_label_map(args.label_map)
-    for option in ("train_split", "validation_split"):
-        if getattr(args, option) == "test":
-            raise ValueError(f"--{option} test: test images are for final scores alone. --holdout keeps others apart.")
-    if args.holdout is not None and args.validation_split:
-        raise ValueError(
-            f"--holdout {args.holdout} and --validation_split {args.validation_split} exclude each other."
-        )
 
 
 def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -105,15 +116,15 @@ def load_several(
     args: DataArguments, datasets: Sequence[str], labelled: bool = True
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """`load_splits` of several data sets, one after another; without labels, whatever their images show, if not `labelled`."""
-    parts = [load_splits(replace(args, dataset=one), labelled) for one in datasets]
+    pairs = [load_splits(replace(args, dataset=one), labelled) for one in datasets]
     if not labelled:
-        parts = [tuple(split.select_columns("image") for split in pair) for pair in parts]
-    if len(parts) == 1:
-        return parts[0]
-    features = [pair[0].features for pair in parts]
+        pairs = [tuple(split.select_columns("image") for split in pair) for pair in pairs]
+    if len(pairs) == 1:
+        return pairs[0]
+    features = [pair[0].features for pair in pairs]
     if any(one != features[0] for one in features):
         raise ValueError(f"--dataset {' '.join(datasets)} must have the same classes.")
-    return tuple(concatenate_datasets(list(splits)) for splits in zip(*parts))
+    return tuple(concatenate_datasets(list(splits)) for splits in zip(*pairs))
 
 
 def load_scored(args: DataArguments, split: str | None) -> Dataset | IterableDataset:
@@ -257,8 +268,7 @@ def read_label_map(name: str) -> list[str]:
     """Names of classes in their order: of a file, or of one of those in `labels/`."""
     path = Path(name) if os.path.isfile(name) else LABELS / f"{name}.txt"
     if not path.is_file():
-        at_hand = ", ".join(sorted(file.stem for file in LABELS.glob("*.txt")))
-        raise ValueError(f"--label_map must be a file or one of {at_hand}, got {name}.")
+        raise ValueError(f"--label_map must be a file or one of {', '.join(known_label_maps())}, got {name}.")
     names = [line.strip() for line in path.read_text().splitlines()]
     seen = {}
     for line, label in enumerate(names, start=1):

@@ -43,7 +43,7 @@ class PairedAugment:
         import kornia.augmentation as K
 
         self.args, self.size = args, size
-        self.fill = IGNORED if task == "segmentation" else 0
+        self.fill = IGNORED if task == "image-segmentation" else 0
         self.dtype = DTYPES[task]
         jitter = {name: getattr(args, name) for name in ("brightness", "contrast", "saturation", "hue")}
         self.jitter = K.ColorJitter(**jitter) if any(jitter.values()) else None

@@ -32,7 +32,7 @@ from .checks import above_zero, at_least
 from .data import (
     LABELS,
     UNREADABLE,
-    check_data,
+    SplitArguments,
     check_label_map,
     decode,
     load_any,
@@ -55,14 +55,7 @@ ADE20K, NYUV2 = "zhoubolei/scene_parse_150", "adams-story/nyu-depthv2-wds"
 
 
 @dataclass
-class DenseDataArguments:
-    dataset: str = field(
-        default="scenes",
-        metadata={
-            "help": '"scenes" (procedural), a hub id, a parquet file or folder, *.tar shards, an image folder, the folder '
-            "ADEChallengeData2016, or nyu_depth_v2_labeled.mat."
-        },
-    )
+class DenseDataArguments(SplitArguments):
     encoding: str | None = field(
         default=None,
         metadata={
@@ -70,23 +63,7 @@ class DenseDataArguments:
             "choices": ["ade20k", "camvid", "nyuv2"],
         },
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
-    train_split: str = "train"
-    validation_split: str | None = field(
-        default=None, metadata={"help": "By default validation or val, or else images held out of the training split."}
-    )
-    holdout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of the training images that is kept apart for validation; 0.05 by default where the data have no "
-            "validation split. No training reads a test split."
-        },
-    )
-    image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
     target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
-    label_map: str | None = field(
-        default=None, metadata={"help": "Names of the classes, one per line: a file, or ade20k or camvid."}
-    )
     reduce_labels: bool | None = field(
         default=None, metadata={"help": "Stored class 0 is ignored, and the others move down by one."}
     )
@@ -98,14 +75,9 @@ class DenseDataArguments:
         default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
     )
     depth_offset: float = 0.0
-    train_samples: int | None = field(
-        default=None, metadata={"help": "Use at most that many images, drawn at random."}
-    )
-    validation_samples: int | None = None
-    workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
 
     def __post_init__(self):
-        check_data(self)
+        super().__post_init__()
         above_zero(self, "depth_scale")
         at_least(self, 0, "ignored_class")
 
@@ -144,9 +116,9 @@ def stored_pairs(args: DenseDataArguments, task: str) -> Stored:
     if kind is None:
         return Stored(load_any(args.dataset, args.dataset_config), Encoding(task))
     loaders = {
-        "ade20k": (stored_ade20k, "segmentation"),
-        "camvid": (stored_camvid, "segmentation"),
-        "nyuv2": (stored_nyuv2, "depth"),
+        "ade20k": (stored_ade20k, "image-segmentation"),
+        "camvid": (stored_camvid, "image-segmentation"),
+        "nyuv2": (stored_nyuv2, "depth-estimation"),
     }
     function, of = loaders[kind]
     if of != task:
@@ -176,7 +148,7 @@ def stored_ade20k(source: str) -> Stored:
         splits = load_any(source, revision="refs/convert/parquet", data_dir="scene_parsing")
     else:
         splits = load_any(source)
-    return Stored(splits, Encoding("segmentation", tuple(read_label_map("ade20k")), reduce_labels=True))
+    return Stored(splits, Encoding("image-segmentation", tuple(read_label_map("ade20k")), reduce_labels=True))
 
 
 def ade20k_tree(source: str) -> Path | None:
@@ -195,7 +167,7 @@ def stored_camvid(source: str) -> Stored:
         splits = {name: paired_files(Path(source, name), Path(source, f"{name}annot")) for name in names}
     else:
         splits = load_any(source)
-    return Stored(splits, Encoding("segmentation", tuple(read_label_map("camvid")), ignored_class=11))
+    return Stored(splits, Encoding("image-segmentation", tuple(read_label_map("camvid")), ignored_class=11))
 
 
 def nyuv2(source: str = NYUV2, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
@@ -205,7 +177,7 @@ def nyuv2(source: str = NYUV2, args: DenseDataArguments | None = None) -> tuple[
 
 def stored_nyuv2(source: str) -> Stored:
     file = nyuv2_file(source)
-    return Stored(nyuv2_official(file) if file else load_any(source), Encoding("depth"))
+    return Stored(nyuv2_official(file) if file else load_any(source), Encoding("depth-estimation"))
 
 
 def nyuv2_file(source: str) -> Path | None:
@@ -268,7 +240,9 @@ def nyuv2_rows(file: str, numbers: Sequence[int], version: tuple[int, int]) -> I
             }
 
 
-def dense_scenes(train: int = 8000, validation: int = 1000, task: str = "segmentation") -> tuple[Dataset, Dataset]:
+def dense_scenes(
+    train: int = 8000, validation: int = 1000, task: str = "image-segmentation"
+) -> tuple[Dataset, Dataset]:
     return standard_splits(stored_scenes(train, validation, task))
 
 
@@ -310,12 +284,12 @@ def standard_splits(
 def chosen_encoding(encoding: Encoding, args: DenseDataArguments) -> Encoding:
     """With what `args` say of it."""
     source = args.dataset
-    if encoding.task == "segmentation" and args.label_map is not None:
+    if encoding.task == "image-segmentation" and args.label_map is not None:
         names = read_label_map(args.label_map)
         if encoding.names:
             check_label_map(names, len(encoding.names), f"--dataset {source}")
         encoding = replace(encoding, names=tuple(names))
-    if encoding.task == "segmentation" and not 1 <= len(encoding.names) <= IGNORED:
+    if encoding.task == "image-segmentation" and not 1 <= len(encoding.names) <= IGNORED:
         raise ValueError(
             f"--dataset {source}: --label_map must name its classes, 1 to {IGNORED} of them, got {len(encoding.names)}. If "
             "it is ADE20K or CamVid in another form, --encoding says so."
@@ -394,7 +368,7 @@ def check_samples(dataset: Dataset, task: str, num_labels: int | None = None, de
     if len(dataset) == 0:
         raise ValueError("There are no samples in the split.")
     encoding, kind = encoding_of(dataset), TARGETS[task]
-    if task == "segmentation" and num_labels is not None:
+    if task == "image-segmentation" and num_labels is not None:
         check_label_map(encoding.names, num_labels, "the model")
     raw, problems, shown = dataset.with_format(None), [], torch.zeros(256, dtype=torch.long)
     # Arrays have no header; the others are not read.
@@ -440,7 +414,7 @@ def problem_of(sample: dict, encoding: Encoding, shown: torch.Tensor | None) -> 
         return str(error)
     if target is None:
         return f"{name}: the {kind} is cut short."
-    if encoding.task == "segmentation":
+    if encoding.task == "image-segmentation":
         shown += torch.bincount(target.flatten(), minlength=256)
     return None
 

@@ -10,8 +10,8 @@ from .data import UNREADABLE, open_stored
 
 
 IGNORED = 255  # the class of ignored pixels
-TARGETS = {"segmentation": "mask", "depth": "depth"}  # the column of each task
-DTYPES = {"segmentation": torch.int64, "depth": torch.float32}
+TARGETS = {"image-segmentation": "mask", "depth-estimation": "depth"}  # the column of each task
+DTYPES = {"image-segmentation": torch.int64, "depth-estimation": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Encoding:
         if values.ndim != 2:
             raise ValueError(f"{name}: the {TARGETS[self.task]} must be of shape (height, width), got {values.shape}.")
         return torch.from_numpy(
-            self.classes(values, name) if self.task == "segmentation" else self.metres(values, name)
+            self.classes(values, name) if self.task == "image-segmentation" else self.metres(values, name)
         )
 
     def classes(self, stored: np.ndarray, name: str) -> np.ndarray:

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
 
 from .. import AdaPerceiverConfig, AdaPerceiverForDistillation, AdaPerceiverForImageClassification
 from ..evaluation.grid import along_axes, evaluate_grid, metrics_for, table_points
-from .arguments import OptimizationArguments, RunArguments
 from .augmentation import Augment, AugmentationArguments
 from .checks import at_least, at_most_one, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import DataArguments, MicroBatches, StreamedMicroBatches, validation_batches
-from .loop import draws, normalisation
+from .loop import Session, draws, normalisation
 from .scenes import teacher as train_teacher
 from .teacher import CachedMicroBatches, Teacher, cache_views, stem_of
 
@@ -137,11 +135,12 @@ def check(data: DistillationData, augmentation: AugmentationArguments, args: Dis
     check_config("student", config_fields("student", args.student), args.init_from)
 
 
-def load_teacher(args: DistillationArguments, run: RunArguments, accelerator: Accelerator) -> Teacher:
+def load_teacher(session: Session, args: DistillationArguments) -> Teacher:
     """The teacher of `args`; that of the rendered scenes is trained if it is not there yet."""
+    accelerator = session.accelerator
     if args.teacher == "scenes":
         with accelerator.main_process_first():
-            args.teacher = str(train_teacher(Path(run.output_dir).parent / "scenes-teacher"))
+            args.teacher = str(train_teacher(Path(session.run.output_dir).parent / "scenes-teacher"))
     return Teacher(args.teacher, accelerator, args.trust_remote_code, args.teacher_size, args.compile_teacher)
 
 
@@ -193,43 +192,38 @@ def student_from(
 
 
 def micro_batches(
+    session: Session,
     dataset: Dataset | IterableDataset,
-    size: int,
     augment: Augment,
     teacher: Teacher,
     grid: tuple[int, int],
-    run: RunArguments,
-    workers: int,
-    shuffle_buffer: int,
     args: DistillationArguments,
 ) -> MicroBatches | Callable[[int], StreamedMicroBatches]:
-    """What `train` takes: micro-batches of `size` images, of kept views with the teacher's answers or of new views without."""
-    accelerator = teacher.accelerator
+    """What `train` takes: micro-batches of kept views with the teacher's answers, or of new views without."""
+    run, data, optimization, accelerator, _ = session
+    size = optimization.micro_batch_size
     if isinstance(dataset, IterableDataset):
-        stream = dataset.shuffle(run.seed, buffer_size=shuffle_buffer)
+        stream = dataset.shuffle(run.seed, buffer_size=data.shuffle_buffer)
         stream = split_dataset_by_node(stream, rank=accelerator.process_index, world_size=accelerator.num_processes)
         return partial(StreamedMicroBatches, stream, size, augment, run.seed)
     if not args.cached_views:
         return MicroBatches(dataset, size, augment, run.seed)
     folder, grid = Path(run.output_dir).parent, grid if args.distill == "features" else None
-    views = cache_views(dataset, augment, teacher, args.cached_views, folder, run.seed, workers, accelerator, grid)
+    views = cache_views(
+        dataset, augment, teacher, args.cached_views, folder, run.seed, data.workers, accelerator, grid
+    )
     moves = {"flips": args.cached_flips, "shift": args.cached_shift, "answer": args.distill}
     return CachedMicroBatches(views, args.cached_views, len(dataset), size, run.seed, **moves)
 
 
 def distillation_loss(
-    config: AdaPerceiverConfig,
-    processor: Any,
-    teacher: Teacher,
-    run: RunArguments,
-    optimization: OptimizationArguments,
-    args: DistillationArguments,
+    session: Session, config: AdaPerceiverConfig, processor: Any, teacher: Teacher, args: DistillationArguments
 ) -> Callable[[torch.nn.Module, dict, int], torch.Tensor]:
     """`loss_of(model, batch, step)`: the loss of a micro-batch against the teacher, over `--adaptive_axes`."""
     accelerator, grid = teacher.accelerator, (config.grid_size, config.grid_size)
     mean, std = normalisation(processor, accelerator)
     fields = {name: getattr(args, name) for name in ("full_share", "partial_gradient", "self_distillation")}
-    draw = draws(config, args.adaptive_axes, run.seed, optimization, accelerator, **fields)
+    draw = draws(session, config, args.adaptive_axes, **fields)
 
     def loss_of(model: torch.nn.Module, batch: dict, step: int) -> torch.Tensor:
         targets = {name: values for name, values in batch.items() if name.startswith("teacher_")}  # of cached views

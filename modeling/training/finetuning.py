@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from .. import AccuracyTable, image_processor_for
-from ..evaluation.grid import TASKS, along_axes, evaluate_grid, metrics_for, table_points
-from .arguments import OptimizationArguments, RunArguments, shrink
+from ..evaluation.grid import SCORES, along_axes, evaluate_grid, metrics_for, table_points
+from .arguments import OptimizationArguments, RunArguments
 from .checkpointing import model_card
 from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import MicroBatches
@@ -29,11 +28,10 @@ from .dense_data import (
     mask_names,
     read_dense,
 )
-from .loop import draws, freeze_stem, normalisation, print_plan, print_scores, start, train
+from .loop import Session, draws, freeze_stem, normalisation, print_plan, start, train
 
 
 TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classifier.", "head.")
-KINDS = {"segmentation": "image-segmentation", "depth": "depth-estimation"}  # of dense data
 
 
 @dataclass
@@ -101,18 +99,15 @@ def fine_tune(
     batches: torch.utils.data.Dataset,
     loss_of: Callable[[torch.nn.Module, torch.Tensor, dict, int], torch.Tensor],
     measure: Callable[[torch.nn.Module], list[dict[str, Any]]],
-    accelerator: Accelerator,
-    run: RunArguments,
-    data: Any,
-    optimization: OptimizationArguments,
-    arguments: dict[str, Any],
+    session: Session,
+    steps: int,
     script: str,
-) -> dict[str, Any]:
+) -> None:
     """
     Train, evaluate and save. `loss_of(model, pixel_values, batch, step)` is the loss of a micro-batch; `measure(model)` gives
     rows of `evaluate_grid`.
     """
-    score, name = TASKS[task].score, Path(data.dataset).name
+    score, name, accelerator = SCORES[task].name, session.dataset, session.accelerator
     mean, std = normalisation(processor, accelerator)
 
     def evaluate(model: torch.nn.Module) -> dict[str, Any]:
@@ -121,34 +116,28 @@ def fine_tune(
 
     def save(model: torch.nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
         table = AccuracyTable(f"{score} on the validation data of {name}", metrics["grid"])
-        table.higher_is_better = TASKS[task].higher_is_better
+        table.higher_is_better = SCORES[task].higher_is_better
         model.accuracy_table = table
         if accelerator.is_main_process:
             processor.save_pretrained(folder)  # before the model, which keeps the one it finds
-        card = model_card(f"AdaPerceiver fine-tuned on {name}", script, arguments, metrics)
+        card = model_card(f"AdaPerceiver fine-tuned on {name}", script, session.arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
-    metrics = train(
-        accelerator,
+    train(
+        session,
         model,
         batches,
         lambda model, batch, step: loss_of(model, (batch["images"] - mean) / std, batch, step),
         evaluate,
         save,
-        run,
-        optimization,
-        arguments,
-        steps=optimization.total_steps(len(batches.dataset)),
-        workers=data.workers,
-        higher_is_better=TASKS[task].higher_is_better,
+        steps,
+        SCORES[task].higher_is_better,
     )
-    print_scores(metrics, accelerator)
-    accelerator.print(f"The model is in {Path(run.output_dir) / 'final'}.")
-    return metrics
+    accelerator.print(f"The model is in {Path(session.run.output_dir) / 'final'}.")
 
 
 def fine_tune_dense(
-    kind: str,
+    task: str,
     model_class: type,
     script: str,
     run: RunArguments,
@@ -160,31 +149,28 @@ def fine_tune_dense(
     **metric_options,
 ) -> None:
     """
-    Fine-tune a segmentation or a depth model, by `kind`. `loss_options(step)` are keyword arguments of the model's call,
+    Fine-tune a segmentation or a depth model, by `task`. `loss_options(step)` are keyword arguments of the model's call,
     `metric_options` those of the metric.
     """
-    if run.smoke:
-        shrink(run, data, optimization)
     tuning.check()
-    started = start(run, data, augmentation, optimization, tuning)
-    if started is None:
+    session = start(run, data, optimization, augmentation, tuning)
+    if session is None:
         return
-    accelerator, arguments = started
-    training_data, validation_data = load_dense_splits(data, kind)
-    names = mask_names(training_data) if kind == "segmentation" else None
+    accelerator = session.accelerator
+    training_data, validation_data = load_dense_splits(data, task)
+    names = mask_names(training_data) if task == "image-segmentation" else None
     model = load_model(tuning, model_class, names)
     seen = None
     for split in (validation_data, training_data) if accelerator.is_main_process else ():
-        seen = check_samples(split, kind, model.config.num_labels if names else None)
-    processor = dense_processor(model.config, KINDS[kind], tuning.image_size)
+        seen = check_samples(split, task, model.config.num_labels if names else None)
+    processor = dense_processor(model.config, task, tuning.image_size)
     processor.do_reduce_labels = encoding_of(training_data).reduce_labels
     size = (processor.size["height"], processor.size["width"])
-    images, steps = (len(training_data), len(validation_data)), optimization.total_steps(len(training_data))
-    print_plan(accelerator, Path(data.dataset).name, images, names, seen, size, optimization, steps)
-    augment = PairedAugment(augmentation, size, kind)
+    steps = print_plan(session, training_data, validation_data, names, seen, size)
+    augment = PairedAugment(augmentation, size, task)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed, read=read_dense)
-    draw = draws(model.config, tuning.adaptive_axes, run.seed, optimization, accelerator)
-    new_metric = metrics_for(KINDS[kind], model.config.num_labels, **metric_options)
+    draw = draws(session, model.config, tuning.adaptive_axes)
+    new_metric = metrics_for(task, model.config.num_labels, **metric_options)
 
     def loss_of(model, pixel_values, batch, step):
         step_options = {"once_for_all": draw(batch, step), **loss_options(step)}
@@ -192,23 +178,10 @@ def fine_tune_dense(
 
     def measure(model):
         size = tuning.eval_batch_size
-        validation = dense_validation_batches(validation_data, processor, size, accelerator, kind)
+        validation = dense_validation_batches(validation_data, processor, size, accelerator, task)
         return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
 
-    fine_tune(
-        KINDS[kind],
-        model,
-        processor,
-        batches,
-        loss_of,
-        measure,
-        accelerator,
-        run,
-        data,
-        optimization,
-        arguments,
-        script,
-    )
+    fine_tune(task, model, processor, batches, loss_of, measure, session, steps, script)
 
 
 def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:

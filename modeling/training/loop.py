@@ -18,18 +18,37 @@ from tqdm.auto import tqdm
 
 from .. import AdaPerceiverConfig, OnceForAll
 from ..evaluation.plots import draw_curves
-from .arguments import OptimizationArguments, RunArguments, started_processes
+from .arguments import OptimizationArguments, RunArguments, shrink, started_processes
 from .augmentation import seed_of
 from .checkpointing import Metrics, check_resumed, checkpoints, load_newest, lock, record_arguments, write_whole
 from .optimization import build_optimizer, build_scheduler
 
 
-def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]] | None:
+class Session(NamedTuple):
+    """A run that has started."""
+
+    run: RunArguments
+    data: Any  # of images with labels, or with masks or depth maps
+    optimization: OptimizationArguments
+    accelerator: Accelerator
+    arguments: dict[str, Any]  # all of the run
+
+    @property
+    def dataset(self) -> str:
+        """The names of the data."""
+        datasets = self.data.dataset if isinstance(self.data.dataset, list) else [self.data.dataset]
+        return ", ".join(Path(one).name for one in datasets)
+
+
+def start(run: RunArguments, data: Any, optimization: OptimizationArguments, *others: Any) -> Session | None:
     """
-    Prepare `output_dir`, trackers and seeds: the accelerator, and the arguments of all `groups` in one dictionary. None if
-    the run in `output_dir` is complete.
+    Prepare `output_dir`, trackers and seeds; `others` are the groups of arguments that are left. None if the run in
+    `output_dir` is complete.
     """
+    if run.smoke:
+        shrink(run, data, optimization)
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
+    groups = (data, optimization, *others)
     arguments = {"seed": run.seed} | {name: value for group in groups for name, value in vars(group).items()}
     folder, started = Path(run.output_dir), started_processes()
     if started != accelerator.num_processes:  # each would train alone, all into one folder
@@ -37,7 +56,9 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
             f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
             "ACCELERATE_USE_CPU=true."
         )
-    check_counts(accelerator, arguments, groups)
+    micro_batches_per_step(optimization, accelerator)
+    if optimization.steps is None and (optimization.epochs is None or arguments.get("streaming")):
+        optimization.total_steps(None if arguments.get("streaming") else 0)
     if run.resume:
         if checkpoints(folder) and not (folder / "arguments.json").exists():
             accelerator.print(
@@ -61,34 +82,26 @@ def start(run: RunArguments, *groups: Any) -> tuple[Accelerator, dict[str, Any]]
     }
     accelerator.init_trackers("logs", config=simple)
     set_seed(run.seed)
-    return accelerator, arguments
-
-
-def check_counts(accelerator: Accelerator, arguments: dict[str, Any], groups: Sequence[Any]) -> None:
-    """Raise where the numbers of steps and images are not what a run needs, before its data are loaded."""
-    optimization = next(group for group in groups if isinstance(group, OptimizationArguments))
-    micro_batches_per_step(optimization, accelerator)
-    if optimization.steps is None and (optimization.epochs is None or arguments.get("streaming")):
-        optimization.total_steps(None if arguments.get("streaming") else 0)
+    return Session(run, data, optimization, accelerator, arguments)
 
 
 def print_plan(
-    accelerator: Accelerator,
-    name: str,
-    images: tuple[int | None, int | None],
+    session: Session,
+    training_data: Any,
+    validation_data: Any,
     classes: Sequence[str] | None,
     seen: Iterable[int] | None,
     image_size: tuple[int, int],
-    optimization: OptimizationArguments,
-    steps: int,
-) -> None:
+) -> int:
     """
-    What a run uses, before it starts. `images` are those of training and validation (None for a stream), `seen` the classes
-    that the training data have, if that is known.
+    Say what a run uses, before it starts, and return its number of steps. `seen` are the classes that the training data have,
+    if that is known.
     """
-    training, validation = ("a stream of images" if count is None else f"{count:,} images" for count in images)
+    accelerator, optimization = session.accelerator, session.optimization
+    counts = [len(one) if hasattr(one, "__len__") else None for one in (training_data, validation_data)]
+    training, validation = ("a stream of images" if count is None else f"{count:,} images" for count in counts)
     what = "" if classes is None else f" of {len(classes)} classes"
-    accelerator.print(f"{name}: {training}{what} to train on, {validation} to validate on.")
+    accelerator.print(f"{session.dataset}: {training}{what} to train on, {validation} to validate on.")
     if classes is not None and seen is not None:
         without = [classes[index] for index in range(len(classes)) if index not in {*seen}]
         if without:
@@ -96,37 +109,35 @@ def print_plan(
             accelerator.print(
                 f"No training image shows {len(without)} of the classes: {', '.join(without[:5])}{more}."
             )
-    together = optimization.micro_batch_size * accelerator.num_processes
+    together, steps = optimization.micro_batch_size * accelerator.num_processes, optimization.total_steps(counts[0])
     accelerator.print(
         f"Images of {image_size[0]} x {image_size[1]} pixels (height x width); {steps:,} steps of {optimization.batch_size} "
         f"images ({together} at a time)."
     )
+    return steps
 
 
 def train(
-    accelerator: Accelerator,
+    session: Session,
     model: torch.nn.Module,
     batches: Dataset | Callable[[int], IterableDataset],
     loss_of: Callable[[torch.nn.Module, dict, int], torch.Tensor],
     evaluate: Callable[[torch.nn.Module], dict[str, Any]],
     save: Callable[[torch.nn.Module, Path, dict[str, Any]], None],
-    run: RunArguments,
-    optimization: OptimizationArguments,
-    arguments: dict[str, Any],
     steps: int,
-    workers: int,
     higher_is_better: bool = True,
-) -> dict[str, Any]:
+) -> None:
     """
-    Train for `steps` steps and return the last metrics. The averaged (EMA) model is what is evaluated and saved.
+    Train for `steps` steps and print the last scores. The averaged (EMA) model is what is evaluated and saved.
 
     `batches` holds the micro-batches of the whole run by number, or, for a stream, makes those of this process after a number
     that it skips; `loss_of(model, batch, step)` is the mean loss of one of them; `evaluate(model)` gives metrics, the first
-    of which decides which model is best; `save(model, folder, metrics)` writes a model. `arguments` are all those of the run.
+    of which decides which model is best; `save(model, folder, metrics)` writes a model.
 
     Checkpoints and accumulation are by hand where Accelerate has its own: `save_state` with a `total_limit` removes an old
     checkpoint before the new one is complete, and `accumulate` cannot give the loss of the whole step.
     """
+    run, data, optimization, accelerator, arguments = session
     folder = Path(run.output_dir)
     if not (run.resume and checkpoints(folder)):
         if accelerator.is_main_process:
@@ -148,7 +159,7 @@ def train(
 
     def checkpoint() -> None:
         write_whole(
-            folder / f"checkpoint-{progress.step}", lambda part: accelerator.save_state(str(part)), accelerator
+            folder / f"checkpoint-{progress.step}", lambda path: accelerator.save_state(str(path)), accelerator
         )
         for old in checkpoints(folder)[:-2] if accelerator.is_main_process else []:
             shutil.rmtree(old)
@@ -161,9 +172,9 @@ def train(
         score = score if higher_is_better else -score
         if score > progress.best:
             progress.best = score
-            write_whole(folder / "best", lambda part: save(ema.module, part, progress.metrics), accelerator)
+            write_whole(folder / "best", lambda path: save(ema.module, path, progress.metrics), accelerator)
 
-    loader = iter(loader_from(progress.step, steps, batches, workers, accumulation, accelerator))
+    loader = iter(loader_from(progress.step, steps, batches, data.workers, accumulation, accelerator))
     bar = tqdm(total=steps, initial=progress.step, desc=folder.name, disable=not accelerator.is_main_process)
     begin, seen = time.perf_counter(), 0
     model.train()
@@ -203,7 +214,7 @@ def train(
             metrics.log(progress.step, {**values, "images_per_second": round(rate, 1)})
         if progress.step % run.save_steps == 0 or progress.step == steps:
             checkpoint()
-    write_whole(folder / "final", lambda part: save(ema.module, part, progress.metrics), accelerator)
+    write_whole(folder / "final", lambda path: save(ema.module, path, progress.metrics), accelerator)
     bar.close()
     skipped = int(accelerator.reduce(torch.tensor(progress.skipped, device=accelerator.device), "sum"))
     if skipped:
@@ -212,7 +223,10 @@ def train(
         draw_curves([folder], folder / "curves.png")
     for tracker in accelerator.trackers:  # `end_training` would also end the process group, before the next stage
         tracker.finish()
-    return progress.metrics
+    for name, scores in progress.metrics.items():
+        if isinstance(scores, dict):
+            row = "  ".join(f"{at}: {score:.4f}" for at, score in scores.items())
+            accelerator.print(f"{name.replace('_', ' '):20} {row}")
 
 
 def loader_from(
@@ -237,23 +251,19 @@ def loader_from(
 
 
 def draws(
-    config: AdaPerceiverConfig,
-    axes: Sequence[str],
-    seed: int,
-    args: OptimizationArguments,
-    accelerator: Accelerator,
-    **fields: float | None,
+    session: Session, config: AdaPerceiverConfig, axes: Sequence[str], **fields: float | None
 ) -> Callable[[dict, int], OnceForAll]:
     """
     `draw(batch, step)` is what a micro-batch trains in a step: one draw for the whole effective batch, whoever computes it.
     `fields` are those of `OnceForAll`.
     """
-    drawn, per_step = {}, args.batch_size // args.micro_batch_size
+    args, drawn = session.optimization, {}
+    per_step = args.batch_size // args.micro_batch_size
 
     def draw(batch: dict, step: int) -> OnceForAll:
         if step not in drawn:
             drawn.clear()
-            generator = torch.Generator().manual_seed(seed_of(seed, step))
+            generator = torch.Generator().manual_seed(seed_of(session.run.seed, step))
             drawn[step] = OnceForAll.draw(config, axes, args.batch_size, generator, **fields)
         return drawn[step].of_images((batch["micro"] % per_step) * args.micro_batch_size + batch["places"])
 
@@ -270,13 +280,6 @@ def normalisation(processor: Any, accelerator: Accelerator) -> tuple[torch.Tenso
     """Mean and standard deviation, each (3, 1, 1)"""
     both = (processor.image_mean, processor.image_std)
     return tuple(torch.tensor(values, device=accelerator.device)[:, None, None] for values in both)
-
-
-def print_scores(metrics: dict[str, Any], accelerator: Accelerator) -> None:
-    for name, scores in metrics.items():
-        if isinstance(scores, dict):
-            row = "  ".join(f"{at}: {score:.4f}" for at, score in scores.items())
-            accelerator.print(f"{name.replace('_', ' '):20} {row}")
 
 
 class Whole(NamedTuple):

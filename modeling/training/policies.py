@@ -111,9 +111,9 @@ def cross_entropies(
         losses = accelerator.gather(losses[None]).nan_to_num(0).sum(dim=0) if accelerator.num_processes > 1 else losses
         if accelerator.is_main_process:
 
-            def write(part: Path) -> None:
-                part.mkdir(parents=True)
-                np.save(part / "losses.npy", losses.cpu().numpy())
+            def write(folder: Path) -> None:
+                folder.mkdir(parents=True)
+                np.save(folder / "losses.npy", losses.cpu().numpy())
 
             write_whole(folder, write)
         accelerator.wait_for_everyone()
@@ -121,7 +121,7 @@ def cross_entropies(
 
 
 def digest(model: nn.Module, dataset: Dataset) -> str:
-    """A name for these weights and images. The router, which is new, is not part of it."""
+    """A name for these weights and images. The router, which is new, does not matter."""
     found = hashlib.sha256(dataset._fingerprint.encode())
     for name, weight in model.state_dict().items():
         if ".router." not in name:
@@ -155,11 +155,11 @@ def evaluate(
         reward = -nn.functional.cross_entropy(logits, labels, reduction="none") - weight * costs[choice]
         sums = [reward.sum(), (logits.argmax(dim=-1) == labels).sum(), reward.new_tensor(len(labels))]
         totals += torch.cat([torch.stack(sums), torch.bincount(choice, minlength=len(granularities))])
-    reward, right, images, *chosen = accelerator.reduce(totals, "sum").tolist()
+    reward, correct, images, *chosen = accelerator.reduce(totals, "sum").tolist()
     gflops = [model.flops(tokens=tokens, policy="router")["total"] / 1e9 for tokens in granularities]
     return {
         "reward": reward / images,
-        "top1": right / images,
+        "top1": correct / images,
         "gflops": sum(cost * count for cost, count in zip(gflops, chosen)) / images,
         "share_of_tokens": dict(zip(map(str, granularities), (count / images for count in chosen))),
     }

@@ -150,7 +150,7 @@ def teacher(
     images, labels = _tensors(min(count, 1000), seed, size, "validation")
     with torch.no_grad():
         predictions = model((images - mean[:, None, None]) / std[:, None, None]).logits.argmax(-1)
-    print(f"teacher: {(predictions == labels).float().mean():.1%} of {len(labels)} validation scenes right")
+    print(f"teacher: {(predictions == labels).float().mean():.1%} accuracy on {len(labels)} validation scenes")
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

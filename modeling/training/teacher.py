@@ -119,14 +119,14 @@ def stem_of(network: nn.Module, stages: int) -> list[tuple[list[int], dict[str, 
         layers = [([first.out_channels, first.stride[0], first.kernel_size[0], 0], folded(network.stem))]
         for block in [block for stage in network.stages[:stages] for block in stage]:
             depthwise, project = block.depthwise.conv, block.project.conv
-            parts = {"depthwise": block.depthwise, "project": block.project}
+            convolutions = {"depthwise": block.depthwise, "project": block.project}
             expansion = 1
             if hasattr(block.expand, "conv"):
-                parts["expand"] = block.expand
+                convolutions["expand"] = block.expand
                 expansion = block.expand.conv.out_channels // block.expand.conv.in_channels
             row = [project.out_channels, depthwise.stride[0], depthwise.kernel_size[0], expansion]
             layers.append(
-                (row, {f"{part}.{name}": t for part, layer in parts.items() for name, t in folded(layer).items()})
+                (row, {f"{key}.{name}": t for key, layer in convolutions.items() for name, t in folded(layer).items()})
             )
     except AttributeError as error:
         raise ValueError(
@@ -248,14 +248,14 @@ def cache_views(
                 f"--cached_views {views} needs {needed * len(missing):,} bytes, {folder} has {free:,} left."
             )
 
-    def write(part: Path, view: int) -> None:
-        part.mkdir(parents=True)
+    def write(folder: Path, view: int) -> None:
+        folder.mkdir(parents=True)
         batches = MicroBatches(dataset, size, augment, seed + 1 + view, shuffle=False)
         loader = torch.utils.data.DataLoader(
             batches, sampler=range(-(-count // size)), batch_size=None, num_workers=workers
         )
         images, labels, answers = (  # written as they are made: the features of many images fit in no memory
-            np.lib.format.open_memmap(part / f"{name}.npy", "w+", dtype, shape)
+            np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
             for name, (dtype, shape) in arrays.items()
         )
         unreadable = np.ones(count, dtype=bool)

@@ -120,20 +120,20 @@ def test_ade20k_comes_from_its_official_tree(tmp_path):
     tree = write_ade_tree(tmp_path / "ADEChallengeData2016")
     for source in (str(tree), str(tmp_path)):  # the folder, or the one it was unpacked to
         args = DenseDataArguments(dataset=source)
-        for split, name in zip(dense_data.load_dense_splits(args, "segmentation"), ("train", "val")):
+        for split, name in zip(dense_data.load_dense_splits(args, "image-segmentation"), ("train", "val")):
             assert split.column_names == ["image", "mask", "id"]
             assert split["id"] == [f"ADE_{name}_{index:08}" for index in range(3)]
             for index, sample in enumerate(split):
                 assert_equal(sample["mask"], expected_ade(index))
                 assert data.decode(sample["image"]).shape == (3, HEIGHT, WIDTH)
-            dense_data.check_samples(split, "segmentation", 150)
+            dense_data.check_samples(split, "image-segmentation", 150)
             assert dense_data.mask_names(split)[:3] == ["wall", "building", "sky"]
 
 
 def test_ade20k_comes_from_parquet_files_in_the_same_form(tmp_path):
     source = write_parquet(tmp_path / "data", [classes(index) for index in range(3)], "annotation")
     args = DenseDataArguments(dataset=source, encoding="ade20k", train_samples=2)
-    train, validation = dense_data.load_dense_splits(args, "segmentation")
+    train, validation = dense_data.load_dense_splits(args, "image-segmentation")
     assert (len(train), len(validation)) == (2, 3)
     assert set(train["id"]) < {f"train[{index}]" for index in range(3)}  # a file without names
     assert_equal(validation[2]["mask"], expected_ade(2))
@@ -152,9 +152,9 @@ def test_hub_ids_are_asked_for_where_their_files_are(tmp_path, monkeypatch):
     depth_npy = {"depth_npy": lambda index: npy(metres(index))}
     real_load = datasets.load_dataset
     monkeypatch.setattr(data, "load_dataset", load)
-    train, _ = dense_data.load_dense_splits(DenseDataArguments(dataset=dense_data.ADE20K), "segmentation")
+    train, _ = dense_data.load_dense_splits(DenseDataArguments(dataset=dense_data.ADE20K), "image-segmentation")
     assert_equal(train[0]["mask"], expected_ade(0))
-    train, _ = dense_data.load_dense_splits(DenseDataArguments(dataset=dense_data.NYUV2), "depth")
+    train, _ = dense_data.load_dense_splits(DenseDataArguments(dataset=dense_data.NYUV2), "depth-estimation")
     assert_equal(train[1]["depth"], torch.from_numpy(metres(1)))
     assert asked == [
         ("zhoubolei/scene_parse_150", {"revision": "refs/convert/parquet", "data_dir": "scene_parsing"}),
@@ -176,7 +176,7 @@ def test_camvid_leaves_its_last_class_out(form, tmp_path):
                     Image.fromarray(array).save(source / folder / f"{index}.png")
     train, validation = dense_data.camvid(str(source))
     for split in (train, validation):
-        dense_data.check_samples(split, "segmentation", 11)
+        dense_data.check_samples(split, "image-segmentation", 11)
         assert_equal(split[1]["mask"].numpy(), np.where(masks[1] == 11, 255, masks[1]))
     assert dense_data.mask_names(train)[8] == "car"
 
@@ -203,10 +203,10 @@ def test_nyuv2_comes_from_the_official_file_with_the_official_split(tmp_path):
     folder = write_nyu(tmp_path / "nyu")
     for source in (folder, folder / "nyu_depth_v2_labeled.mat"):
         args = DenseDataArguments(dataset=str(source), holdout=0.33)
-        train, validation = dense_data.load_dense_splits(args, "depth")
+        train, validation = dense_data.load_dense_splits(args, "depth-estimation")
         assert sorted([*train["id"], *validation["id"]]) == ["2", "4", "5"]  # one of the three is held out
         assert len(validation) == 1
-        test = dense_data.load_dense_scored(args, "depth", None)
+        test = dense_data.load_dense_scored(args, "depth-estimation", None)
         assert test["id"] == ["1", "3"]
         assert_equal(test[1]["depth"], torch.from_numpy(metres(2)))
         assert_equal(data.decode(test[1]["image"]).permute(1, 2, 0).numpy(), picture(2))
@@ -221,9 +221,9 @@ def test_without_its_split_file_nyuv2_has_the_same_official_split(tmp_path, monk
     (tmp_path / "nyuv2_test.txt").write_text("2\n3\n")
     monkeypatch.setattr(dense_data, "LABELS", tmp_path)
     args = DenseDataArguments(dataset=str(write_nyu(tmp_path / "nyu", splits=False)))
-    train, validation = dense_data.load_dense_splits(args, "depth")
+    train, validation = dense_data.load_dense_splits(args, "depth-estimation")
     assert sorted([*train["id"], *validation["id"]]) == ["1", "4", "5"]
-    assert dense_data.load_dense_scored(args, "depth", None)["id"] == ["2", "3"]
+    assert dense_data.load_dense_scored(args, "depth-estimation", None)["id"] == ["2", "3"]
 
 
 def test_a_missing_reader_is_named(tmp_path, monkeypatch):
@@ -249,19 +249,19 @@ def test_depth_in_whole_numbers_needs_a_scale(tmp_path):
         ):
             train[0]
         with pytest.raises(ValueError, match=r"2 of 2 samples .*: sample 0, id train\[0\]: .*--depth_scale"):
-            dense_data.check_samples(train, "depth")
+            dense_data.check_samples(train, "depth-estimation")
 
 
 def test_scenes_have_masks_and_depth():
     train, validation = dense_data.load_dense_splits(
-        DenseDataArguments(train_samples=3, validation_samples=2), "depth"
+        DenseDataArguments(train_samples=3, validation_samples=2), "depth-estimation"
     )
     assert (len(train), len(validation)) == (3, 2)
     assert_equal(train[2]["depth"].numpy(), scene(2)["depth"])
-    train, _ = dense_data.dense_scenes(3, 2, "segmentation")
+    train, _ = dense_data.dense_scenes(3, 2, "image-segmentation")
     assert_equal(train[2]["mask"].numpy(), scene(2)["mask"])
     assert dense_data.mask_names(train) == MASK_LABELS
-    dense_data.check_samples(train, "segmentation", len(MASK_LABELS))
+    dense_data.check_samples(train, "image-segmentation", len(MASK_LABELS))
 
 
 def test_any_other_data_are_told_by_columns_and_a_label_map(tmp_path):
@@ -274,7 +274,7 @@ def test_any_other_data_are_told_by_columns_and_a_label_map(tmp_path):
         reduce_labels=True,
         ignored_class=3,
     )
-    train, _ = dense_data.load_dense_splits(args, "segmentation")
+    train, _ = dense_data.load_dense_splits(args, "image-segmentation")
     stored = classes(1, 0, 5)
     expected = np.where((stored == 0) | (stored == 3), 255, stored.astype(int) - 1)
     assert_equal(train[1]["mask"].numpy(), expected.astype(np.uint8))
@@ -285,10 +285,10 @@ def test_the_stored_values_of_classes_may_be_named(tmp_path):
     masks = [np.full((HEIGHT, WIDTH), value, np.uint8) for value in (1, 2, 3)]
     source, names = write_parquet(tmp_path / "data", masks), write_label_map(tmp_path / "names.txt", 2)
     args = DenseDataArguments(dataset=source, label_map=names, mask_values=[2, 1], ignored_class=3)
-    _, validation = dense_data.load_dense_splits(args, "segmentation")
+    _, validation = dense_data.load_dense_splits(args, "image-segmentation")
     assert [int(sample["mask"][0, 0]) for sample in validation] == [1, 0, 255]
     args.ignored_class = None
-    _, validation = dense_data.load_dense_splits(args, "segmentation")
+    _, validation = dense_data.load_dense_splits(args, "image-segmentation")
     with pytest.raises(
         ValueError, match=r"the mask has class 3 \(192 pixels\), allowed are 2, 1, and 255 for ignored pixels"
     ):
@@ -308,7 +308,9 @@ def test_the_stored_values_of_classes_may_be_named(tmp_path):
 def test_mask_values_that_do_not_fit_are_refused(changes, message, tmp_path):
     source, names = write_parquet(tmp_path / "data", [classes(0)]), write_label_map(tmp_path / "names.txt", 2)
     with pytest.raises(ValueError, match=message):
-        dense_data.load_dense_splits(DenseDataArguments(dataset=source, label_map=names, **changes), "segmentation")
+        dense_data.load_dense_splits(
+            DenseDataArguments(dataset=source, label_map=names, **changes), "image-segmentation"
+        )
 
 
 def test_masks_with_a_palette_are_read_by_their_indices(tmp_path):
@@ -328,7 +330,7 @@ def test_an_image_on_its_side_fits_a_mask_that_stands_upright(tmp_path):
     path = tree / "images" / "training" / "ADE_train_00000000.jpg"
     Image.fromarray(picture(0).transpose(1, 0, 2).copy()).save(path, exif=exif)
     train, _ = dense_data.ade20k(str(tree))
-    dense_data.check_samples(train, "segmentation", 150)
+    dense_data.check_samples(train, "image-segmentation", 150)
     image, mask = dense_data.read_dense(train[0])
     assert image.shape[1:] == mask.shape == (HEIGHT, WIDTH)
 
@@ -341,7 +343,7 @@ def test_an_image_folder_may_name_its_masks_in_a_table(tmp_path):
         (tmp_path / split / "metadata.csv").write_text("file_name,mask_file_name\na.png,a_mask.png\n")
     names = write_label_map(tmp_path / "names.txt", 3)
     args = DenseDataArguments(dataset=str(tmp_path), label_map=names)
-    train, _ = dense_data.load_dense_splits(args, "segmentation")
+    train, _ = dense_data.load_dense_splits(args, "image-segmentation")
     assert_equal(train[0]["mask"].numpy(), classes(0, high=3))
 
 
@@ -407,7 +409,7 @@ def test_a_label_map_of_another_length_is_an_error_with_both_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"The label map has 5 names, but --dataset .* has 150 classes"):
         dense_data.ade20k(source, DenseDataArguments(label_map=five))
     with pytest.raises(ValueError, match=r"The label map has 150 names, but the model has 151 classes"):
-        dense_data.check_samples(dense_data.ade20k(source)[0], "segmentation", 151)
+        dense_data.check_samples(dense_data.ade20k(source)[0], "image-segmentation", 151)
 
 
 def test_a_bad_label_map_is_named(tmp_path):
@@ -429,15 +431,27 @@ def test_a_bad_label_map_is_named(tmp_path):
     [
         (
             {"dataset": "nowhere/at-all"},
-            "depth",
+            "depth-estimation",
             "--dataset nowhere/at-all, which is no file or folder here, could not",
         ),
-        ({"dataset": "nyu.mat"}, "depth", r"--dataset nyu\.mat, which is no file or folder here, could not be loaded"),
-        ({}, "segmentation", "--label_map must name its classes, 1 to 255 of them, got 0.*--encoding says so"),
-        ({"encoding": "ade20k"}, "depth", "is ade20k, which is for segmentation, not for depth"),
-        ({"encoding": "ade20k", "target_column": "x"}, "segmentation", r"--target_column must be .*'label'\], got x"),
-        ({}, "depth", r"--target_column must be one of the columns \['image', 'label'\], got None"),
-        ({"validation_split": "dev"}, "depth", r"must have the splits 'train' and 'dev', it has"),
+        (
+            {"dataset": "nyu.mat"},
+            "depth-estimation",
+            r"--dataset nyu\.mat, which is no file or folder here, could not be loaded",
+        ),
+        ({}, "image-segmentation", "--label_map must name its classes, 1 to 255 of them, got 0.*--encoding says so"),
+        (
+            {"encoding": "ade20k"},
+            "depth-estimation",
+            "is ade20k, which is for image-segmentation, not for depth-estimation",
+        ),
+        (
+            {"encoding": "ade20k", "target_column": "x"},
+            "image-segmentation",
+            r"--target_column must be .*'label'\], got x",
+        ),
+        ({}, "depth-estimation", r"--target_column must be one of the columns \['image', 'label'\], got None"),
+        ({"validation_split": "dev"}, "depth-estimation", r"must have the splits 'train' and 'dev', it has"),
     ],
 )
 def test_errors_name_the_argument_and_what_is_allowed(changes, task, message, tmp_path):
@@ -447,7 +461,7 @@ def test_errors_name_the_argument_and_what_is_allowed(changes, task, message, tm
 
 
 def test_an_unknown_task_is_refused():
-    with pytest.raises(ValueError, match="`task` must be one of segmentation, depth, got 'flow'"):
+    with pytest.raises(ValueError, match="`task` must be one of image-segmentation, depth-estimation, got 'flow'"):
         dense_data.load_dense_splits(DenseDataArguments(), "flow")
 
 
@@ -463,7 +477,7 @@ def test_missing_files_are_named_before_anything_starts(tmp_path):
     with pytest.raises(
         ValueError, match=rf"1 of 2 samples .*: sample 1, id ADE_train_00000002: there is no file {gone}"
     ):
-        dense_data.check_samples(train, "segmentation", 150)
+        dense_data.check_samples(train, "image-segmentation", 150)
     (tree / "annotations" / "validation").rename(tree / "annotations" / "elsewhere")
     with pytest.raises(ValueError, match=r"there is no folder .*annotations.validation"):
         dense_data.ade20k(str(tree))
@@ -476,7 +490,7 @@ def test_a_target_that_cannot_be_read_is_named(unreadable, tmp_path):
     with pytest.raises(
         ValueError, match=r"1 of 2 samples .*: sample 1, id bad: the mask (cannot be read|is cut short)"
     ):
-        dense_data.check_samples(train, "segmentation", 150)
+        dense_data.check_samples(train, "image-segmentation", 150)
 
 
 def test_a_class_out_of_range_is_named_with_its_sample(tmp_path):
@@ -485,9 +499,9 @@ def test_a_class_out_of_range_is_named_with_its_sample(tmp_path):
     train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
     message = r"bad: the mask has class 151 \(1 pixels\), allowed are 1 to 150, and 0 and 255 for ignored pixels"
     with pytest.raises(ValueError, match=rf"1 of 2 samples cannot be used: sample 1, id {message}"):
-        dense_data.check_samples(train, "segmentation", 150)
+        dense_data.check_samples(train, "image-segmentation", 150)
     dense_data.check_samples(
-        train, "segmentation", 150, decoded=1
+        train, "image-segmentation", 150, decoded=1
     )  # one that was not looked into is named when it is used
     batches = data.MicroBatches(train, 2, augmenter(), seed=0, read=dense_data.read_dense)
     with pytest.raises(ValueError, match=message):
@@ -507,7 +521,7 @@ def test_a_depth_that_is_none_is_named_with_its_sample(value, shown, tmp_path):
     with pytest.raises(
         ValueError, match=rf"1 of 3 samples .*: sample 1, id 00001: depth must be 0 .*, got {shown} 1 times"
     ):
-        dense_data.check_samples(train, "depth")
+        dense_data.check_samples(train, "depth-estimation")
 
 
 def test_a_mask_of_another_size_is_named_with_both_sizes(tmp_path):
@@ -515,7 +529,7 @@ def test_a_mask_of_another_size_is_named_with_both_sizes(tmp_path):
     train, _ = dense_data.ade20k(source)
     message = r"bad: the image is 12x16 \(height x width\), its target 12x14"
     with pytest.raises(ValueError, match=rf"sample 1, id {message}"):
-        dense_data.check_samples(train, "segmentation", 150, decoded=1)
+        dense_data.check_samples(train, "image-segmentation", 150, decoded=1)
     with pytest.raises(ValueError, match=message):
         dense_data.read_dense(train[1])
 
@@ -523,7 +537,7 @@ def test_a_mask_of_another_size_is_named_with_both_sizes(tmp_path):
 def test_a_mask_in_colours_is_refused(tmp_path):
     train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [picture(0)]))
     with pytest.raises(ValueError, match=r"the mask must be of shape \(height, width\), got \(12, 16, 3\)"):
-        dense_data.check_samples(train, "segmentation", 150)
+        dense_data.check_samples(train, "image-segmentation", 150)
 
 
 def test_an_empty_split_is_an_error(tmp_path):
@@ -533,13 +547,13 @@ def test_an_empty_split_is_an_error(tmp_path):
         dense_data.ade20k(str(write_ade_tree(tmp_path / "tree", count=0)))
     train, _ = dense_data.dense_scenes(1, 1)
     with pytest.raises(ValueError, match="no samples"):
-        dense_data.check_samples(train.select([]), "segmentation")
+        dense_data.check_samples(train.select([]), "image-segmentation")
 
 
 def test_many_bad_samples_are_counted_and_a_few_named(tmp_path):
     train, _ = dense_data.camvid(write_parquet(tmp_path / "data", [np.full_like(classes(0), 200)] * 7))
     with pytest.raises(ValueError, match=r"^7 of 7 samples") as error:
-        dense_data.check_samples(train, "segmentation", 11)
+        dense_data.check_samples(train, "image-segmentation", 11)
     *named, last = str(error.value).split("; ")
     assert len(named) == 5
     assert last == "and 2 more"
@@ -548,7 +562,7 @@ def test_many_bad_samples_are_counted_and_a_few_named(tmp_path):
 # -------------------------------------------------------------------------------------------------------- augmentation
 
 
-def augmenter(task="segmentation", size=(60, 72), **changes):
+def augmenter(task="image-segmentation", size=(60, 72), **changes):
     plain = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0, "flip": False}
     return PairedAugment(DenseAugmentation(**{**plain, **changes}), size, task)
 
@@ -570,18 +584,18 @@ WAYS = [
 
 
 @pytest.mark.parametrize("changes", WAYS, ids=str)
-@pytest.mark.parametrize("task", ["segmentation", "depth"])
+@pytest.mark.parametrize("task", ["image-segmentation", "depth-estimation"])
 def test_image_and_target_are_transformed_alike(changes, task):
     images, targets = tiles()
-    if task == "depth":
+    if task == "depth-estimation":
         targets = [target / 4 for target in targets]
     views = augmenter(task, **changes)(images, targets, [1])
     assert views["images"].shape == (6, 3, 60, 72)
     assert views["labels"].shape == (6, 60, 72)
-    assert views["labels"].dtype == (torch.int64 if task == "segmentation" else torch.float32)
-    fill = 255 if task == "segmentation" else 0
+    assert views["labels"].dtype == (torch.int64 if task == "image-segmentation" else torch.float32)
+    fill = 255 if task == "image-segmentation" else 0
     inside = views["labels"] != fill
-    expected = views["labels"].float() * (10 if task == "segmentation" else 40) / 255
+    expected = views["labels"].float() * (10 if task == "image-segmentation" else 40) / 255
     # Near an edge of tiles, or of the image, pixels are mixtures; all others show their class.
     window = torch.nn.functional.unfold(torch.where(inside, expected, -1)[:, None], 5, padding=2)
     uniform = (window.amax(1) == window.amin(1)).unflatten(1, (60, 72))
@@ -611,7 +625,7 @@ def test_views_keep_the_aspect_if_asked_to():
 
 def test_what_lies_outside_the_image_does_not_count():
     images, masks = tiles(count=3)
-    for task, fill in (("segmentation", 255), ("depth", 0)):
+    for task, fill in (("image-segmentation", 255), ("depth-estimation", 0)):
         views = augmenter(task, scale=[0.5, 0.5])(images, [mask.float() for mask in masks], [2])
         inside = views["labels"] != fill
         assert_equal(inside.sum((1, 2)), torch.full((3,), 30 * 36))
@@ -647,7 +661,7 @@ def test_a_scale_that_is_none_is_refused():
 # ------------------------------------------------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("task", ["segmentation", "depth"])
+@pytest.mark.parametrize("task", ["image-segmentation", "depth-estimation"])
 def test_a_micro_batch_does_not_depend_on_who_asks_for_it(task):
     train, _ = dense_data.dense_scenes(10, 1, task)
     augment = augmenter(task, flip=True, scale=[0.5, 2.0], brightness=0.2)
@@ -670,15 +684,15 @@ def test_pairs_that_cannot_be_read_are_left_out(tmp_path):
     assert len(batches[0]["images"]) == len(batches[0]["labels"]) == 3
     processor = image_processor_for(AdaPerceiverConfig(image_size=32, patch_size=8), "image-segmentation")
     ((pixel_values, targets),) = dense_data.dense_validation_batches(
-        validation, processor, 4, Accelerator(cpu=True), "segmentation"
+        validation, processor, 4, Accelerator(cpu=True), "image-segmentation"
     )
     assert len(pixel_values) == len(targets) == 3
 
 
-@pytest.mark.parametrize(("task", "name"), [("segmentation", "image-segmentation"), ("depth", "depth-estimation")])
-def test_validation_shows_whole_images_and_keeps_targets_as_they_are(task, name):
+@pytest.mark.parametrize("task", ["image-segmentation", "depth-estimation"])
+def test_validation_shows_whole_images_and_keeps_targets_as_they_are(task):
     _, validation = dense_data.dense_scenes(1, 5, task)
-    processor = image_processor_for(AdaPerceiverConfig(image_size=64, patch_size=8), name)
+    processor = image_processor_for(AdaPerceiverConfig(image_size=64, patch_size=8), task)
     size = (processor.size["height"], processor.size["width"])
     seen = []
     for rank in range(2):
@@ -698,11 +712,11 @@ def test_validation_shows_whole_images_and_keeps_targets_as_they_are(task, name)
 @real_samples
 def test_real_ade20k_loads_and_passes_the_checks():
     args = DenseDataArguments(dataset=str(SHARED / "ade20k_small"), encoding="ade20k")
-    train, validation = dense_data.load_dense_splits(args, "segmentation")
+    train, validation = dense_data.load_dense_splits(args, "image-segmentation")
     assert (len(train), len(validation)) == (2021, 500)
     assert train[0]["id"] == "ADE_train_00000001"
-    dense_data.check_samples(train, "segmentation", 150, decoded=300)
-    dense_data.check_samples(validation, "segmentation", 150, decoded=300)
+    dense_data.check_samples(train, "image-segmentation", 150, decoded=300)
+    dense_data.check_samples(validation, "image-segmentation", 150, decoded=300)
     names = dense_data.mask_names(train)
     shown = torch.cat([validation[index]["mask"].flatten() for index in range(0, 500, 10)]).long()
     counts = torch.bincount(shown[shown != 255], minlength=150)
@@ -719,11 +733,11 @@ def test_real_nyuv2_loads_in_metres_with_the_official_split():
     args = DenseDataArguments(
         dataset=str(SHARED / "nyuv2"), encoding="nyuv2", depth_scale=9.99547 / 255, depth_offset=0.5
     )
-    train, validation = dense_data.load_dense_splits(args, "depth")
-    test = dense_data.load_dense_scored(args, "depth", None)
+    train, validation = dense_data.load_dense_splits(args, "depth-estimation")
+    test = dense_data.load_dense_scored(args, "depth-estimation", None)
     assert (len(train), len(validation), len(test)) == (755, 40, 654)
     assert test["id"] == (data.LABELS / "nyuv2_test.txt").read_text().split()
-    dense_data.check_samples(train, "depth", decoded=100)
+    dense_data.check_samples(train, "depth-estimation", decoded=100)
     depths = torch.stack([train[index]["depth"] for index in range(0, 755, 20)])
     assert 0.7 < depths.min() < depths.median() < depths.max() < 10
     assert 2 < depths.median() < 3.5
@@ -733,7 +747,7 @@ def test_real_nyuv2_loads_in_metres_with_the_official_split():
 def test_real_camvid_loads_and_its_sky_is_above_its_road():
     train, validation = dense_data.camvid(str(SHARED / "camvid"))
     assert (len(train), len(validation)) == (367, 101)
-    dense_data.check_samples(train, "segmentation", 11)
+    dense_data.check_samples(train, "image-segmentation", 11)
     names = dense_data.mask_names(train)
     masks = torch.stack([train[index]["mask"] for index in range(0, 367, 30)])
     rows = torch.arange(masks.shape[1])[None, :, None].expand_as(masks).float()
@@ -743,7 +757,7 @@ def test_real_camvid_loads_and_its_sky_is_above_its_road():
 @real_samples
 def test_real_pairs_become_the_micro_batches_of_the_paper():
     train, _ = dense_data.ade20k(str(SHARED / "ade20k_small"))
-    augment = PairedAugment(DenseAugmentation(), (518, 518), "segmentation")
+    augment = PairedAugment(DenseAugmentation(), (518, 518), "image-segmentation")
     batch = data.MicroBatches(train, 2, augment, seed=0, read=dense_data.read_dense)[0]
     assert batch["images"].shape == (2, 3, 518, 518)
     assert batch["labels"].shape == (2, 518, 518)
@@ -757,8 +771,8 @@ def test_real_pets_have_breeds_and_masks():
     assert (len(train), len(validation)) == (2944, 736)
     assert np.bincount(validation["label"]).min() >= 18  # of about 99 images of each of 37 breeds
     args = DenseDataArguments(dataset=source, label_map="pets_masks", mask_values=[2, 1], ignored_class=3)
-    masks, _ = dense_data.load_dense_splits(args, "segmentation")
-    dense_data.check_samples(masks, "segmentation", 2, decoded=100)
+    masks, _ = dense_data.load_dense_splits(args, "image-segmentation")
+    dense_data.check_samples(masks, "image-segmentation", 2, decoded=100)
     middle = torch.stack([masks[index]["mask"][60:68, 60:68] for index in range(0, 300, 10)])
     assert (middle == 1).sum() > 3 * (middle == 0).sum()  # the animal is in the middle
 

@@ -65,7 +65,7 @@ def started(monkeypatch, module):
     """What a script trains on, instead of training."""
     found = {}
 
-    def train(accelerator, model, batches, *args, **kwargs):
+    def train(session, model, batches, *args, **kwargs):
         found.update(model=model, batch=batches[0], images=len(batches.dataset), dataset=batches.dataset)
         raise KeyboardInterrupt
 
@@ -170,6 +170,6 @@ def test_help_shows_what_would_be_used(script, own, capsys):
 
 
 def test_masks_tell_which_classes_they_show():
-    train, _ = dense_data.dense_scenes(6, 1, "segmentation")
+    train, _ = dense_data.dense_scenes(6, 1, "image-segmentation")
     expected = {int(value) for sample in train for value in sample["mask"].unique()}
-    assert dense_data.check_samples(train, "segmentation") == expected
+    assert dense_data.check_samples(train, "image-segmentation") == expected

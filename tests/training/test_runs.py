@@ -16,6 +16,7 @@ from datasets import Image as DatasetImage
 from adaperceiver.training import checkpointing, loop
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments
 from adaperceiver.training.data import (
+    DataArguments,
     MicroBatches,
     StreamedMicroBatches,
     classes_seen,
@@ -44,10 +45,9 @@ def run(folder, steps=6, evaluate=lambda model: {"score": 0.5}, resume=False, ov
     options = RunArguments(**{**values, **of_run, "resume": resume, "overwrite": overwrite})
     values = {"steps": steps, "batch_size": 4, "micro_batch_size": 4, "optimizer": "adamw", "warmup_steps": 0}
     optimization = OptimizationArguments(**{**values, **changes})
-    started = loop.start(options, optimization)
-    if started is None:
+    session = loop.start(options, DataArguments(workers=0), optimization)
+    if session is None:
         return None
-    accelerator, arguments = started
 
     def save(model, part, metrics):
         part.mkdir(parents=True)
@@ -56,19 +56,7 @@ def run(folder, steps=6, evaluate=lambda model: {"score": 0.5}, resume=False, ov
     def loss_of(model, batch, step):
         return model(batch["images"]).square().mean()
 
-    loop.train(
-        accelerator,
-        torch.nn.Linear(3, 2),
-        Numbers(),
-        loss_of,
-        evaluate,
-        save,
-        options,
-        optimization,
-        arguments,
-        steps=optimization.total_steps(None),
-        workers=0,
-    )
+    loop.train(session, torch.nn.Linear(3, 2), Numbers(), loss_of, evaluate, save, optimization.total_steps(None))
     return torch.load(folder / "final" / "model.pt")
 
 

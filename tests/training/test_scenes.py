@@ -125,7 +125,7 @@ def test_the_teacher_is_an_ordinary_folder_that_is_trained_once(tmp_path, valida
     folder = teacher(tmp_path / "new" / "teacher", count=64, epochs=1, batch_size=32)
     assert torch.equal(torch.get_rng_state(), state)
     assert list(folder.parent.iterdir()) == [folder]
-    assert "of 64 validation scenes right" in capsys.readouterr().out
+    assert "accuracy on 64 validation scenes" in capsys.readouterr().out
 
     model = AutoModelForImageClassification.from_pretrained(folder)
     processor = AutoImageProcessor.from_pretrained(folder)

@@ -201,11 +201,11 @@ def test_held_out_images_are_the_same_for_every_script_and_of_every_class(source
 
 def test_dense_data_are_held_out_at_random(source):
     args = DenseDataArguments(dataset=source, holdout=0.25)
-    train, validation = dense_data.load_dense_splits(args, "depth")
+    train, validation = dense_data.load_dense_splits(args, "depth-estimation")
     assert (len(train), len(validation)) == (45, 15)
     assert not {*train["id"]} & {*validation["id"]}
-    assert len(dense_data.load_dense_scored(args, "depth", None)) == 9
-    again, _ = dense_data.load_dense_splits(args, "depth")
+    assert len(dense_data.load_dense_scored(args, "depth-estimation", None)) == 9
+    again, _ = dense_data.load_dense_splits(args, "depth-estimation")
     assert again["id"] == train["id"]
 
 
