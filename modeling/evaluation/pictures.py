@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import ImageOps
 from PIL.Image import Image
 from torch import nn
 
@@ -168,13 +169,14 @@ def draw_exits(
     confidence, labels = outputs.logits.float().softmax(dim=-1).max(dim=-1)
     depths = outputs.exit_depth.tolist()
     reached = sorted(set(depths))
+    columns = min(columns, max(depths.count(depth) for depth in reached))
     with styled():
         figure, axes = picture_grid(len(reached), columns)
         for row, depth in zip(axes, reached):
             here = [index for index, one in enumerate(depths) if one == depth]
             row[0].set_ylabel(f"{depth} block{'s' * (depth > 1)}\n{len(here)} of {len(depths)}")
             for place, index in zip(row, here):
-                place.imshow(photographs[index])
+                place.imshow(ImageOps.fit(photographs[index], (128, 128)))
                 name = model.config.id2label[labels[index].item()]
                 place.set_title(f"{name}, {confidence[index]:.0%}", fontsize=7)
     return figure

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import visualize
 from conftest import images
 from PIL import Image
 
@@ -89,3 +90,23 @@ def test_every_picture_can_be_drawn(tiny_model, photographs, tmp_path):
         if name in shapes:
             rows, columns = shapes[name]
             assert len(figure.axes) == rows * columns, name
+
+
+@pytest.mark.parametrize(
+    ("model_class", "expected"),
+    [
+        (AdaPerceiverForImageClassification, {"read.png", "exits.png"}),
+        (AdaPerceiverForDistillation, {"read.png", "features.png", "exits.png"}),
+        (AdaPerceiverForDepthEstimation, {"read.png", "features.png", "changes.png"}),
+    ],
+)
+def test_the_script_draws_what_a_head_can_show(tiny_model, photographs, tmp_path, capsys, model_class, expected):
+    tiny_model(model_class).save_pretrained(tmp_path / "model", save_code=False)
+    photographs[0].save(tmp_path / "photograph.png")
+    options = ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")]
+    visualize.main([*options, "--images", str(tmp_path / "photograph.png")])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in expected)
+    with pytest.raises(ValueError, match=r"--images .*none\.png is no photograph that can be read"):
+        visualize.main([*options, "--images", str(tmp_path / "none.png")])
