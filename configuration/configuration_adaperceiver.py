@@ -8,6 +8,15 @@
 
 """What an AdaPerceiver is: its sizes, its trained choices, its heads. Where a call runs is `adaptive_adaperceiver.py`."""
 
+import transformers
+
+
+# Remote code comes without a list of requirements. Every file that transformers starts from imports this one first.
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
+    raise ImportError(
+        f"AdaPerceiver needs transformers >= 5.22, got {transformers.__version__}: pip install --upgrade transformers"
+    )
+
 import math
 import operator
 import os

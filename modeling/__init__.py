@@ -1,5 +1,10 @@
 """AdaPerceiver for Hugging Face: one vision transformer, any number of tokens, any width, any depth."""
 
+# First, since it checks the version of transformers.
+from .configuration import AdaPerceiverConfig
+
+
+# isort: split
 from transformers import (
     AutoBackbone,
     AutoConfig,
@@ -11,7 +16,6 @@ from transformers import (
 )
 
 from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, LatencyProfile, OperatingPoint
-from .configuration import AdaPerceiverConfig
 from .image_processing_adaperceiver import (
     AdaPerceiverImageProcessor,
     AdaPerceiverImageProcessorPil,

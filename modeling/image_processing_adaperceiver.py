@@ -8,6 +8,11 @@
 
 """Images to pixel values, and predictions back to the size of the images: transformers' own processors, made to take any image."""
 
+# First, since it checks the version of transformers.
+from .configuration_adaperceiver import AdaPerceiverConfig, replace_links
+
+
+# isort: split
 import os
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -33,7 +38,6 @@ from transformers.models.segformer.image_processing_pil_segformer import Segform
 from transformers.processing_utils import ImagesKwargs, Unpack
 from transformers.utils import TensorType, is_torchvision_available
 
-from .configuration_adaperceiver import AdaPerceiverConfig, replace_links
 from .tasks_adaperceiver import TASKS
 
 

@@ -13,6 +13,11 @@ Data flows one way: pixels -> input tokens -> read -> blocks -> write -> head. T
 this file runs them at an operating point and puts heads on top.
 """
 
+# First, since it checks the version of transformers.
+from .configuration_adaperceiver import AdaPerceiverConfig
+
+
+# isort: split
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -43,7 +48,6 @@ from .adaptive_adaperceiver import (
     with_adaptive_arguments,
     without_saved,
 )
-from .configuration_adaperceiver import AdaPerceiverConfig
 from .hub_adaperceiver import HubMixin
 from .layers_adaperceiver import (
     AdaPerceiverBlock,

@@ -3,6 +3,11 @@
 
 """Pipelines whose calls choose tokens, width and depth: transformers' own, with the model's adaptive arguments."""
 
+# First, since it checks the version of transformers.
+from .configuration_adaperceiver import AdaPerceiverConfig  # noqa: F401
+
+
+# isort: split
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 

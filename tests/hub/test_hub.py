@@ -584,6 +584,53 @@ def test_remote_code_and_the_installed_package_do_not_clash(saved, run):
     assert run(load_before_and_after_importing_the_package, with_package=True) == "held"
 
 
+def load_with_an_older_transformers():
+    import sys
+    from pathlib import Path
+
+    import pytest
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel, pipeline
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder, remote = "AdaPerceiverForImageClassification", {"trust_remote_code": True}
+    for path in Path(folder).glob("*_adaperceiver.py"):  # nothing else gets that far
+        if path.name != "configuration_adaperceiver.py":
+            docstring, _, rest = path.read_text().partition("\n# isort: split\n")
+            early = 'raise RuntimeError("too early")'
+            path.write_text(f"{docstring}\n{early}\n{rest}" if rest else f"{docstring}\n{early}\n")
+    ways = [AutoConfig.from_pretrained, AutoModel.from_pretrained, AutoImageProcessor.from_pretrained]
+    ways.append(lambda folder, **kwargs: pipeline(model=folder, **kwargs))
+    for name in ("modeling", "image_processing", "pipeline"):
+        ways.append(
+            lambda folder, name=name, **kwargs: get_class_from_dynamic_module(f"{name}_adaperceiver.X", folder)
+        )
+    for load in ways:
+        sys.modules["transformers"].__version__ = "4.57.1"  # an import of a part of it makes a new module
+        with pytest.raises(ImportError, match=r"AdaPerceiver needs transformers >= 5\.22, got 4\.57\.1: pip install"):
+            load(folder, **remote)
+    sys.modules["transformers"].__version__ = "5.22.0.dev0"  # is enough
+    AutoConfig.from_pretrained(folder, **remote)
+
+
+@pytest.mark.parametrize("entry", ["by hub id or folder", "the package"])
+def test_an_older_transformers_is_refused_before_anything_else_is_imported(entry, tiny_model, run, tmp_path):
+    if entry == "the package":
+        assert run(import_with_an_older_transformers, with_package=True) == "held"
+    else:
+        model = tiny_model(AdaPerceiverForImageClassification)
+        model.save_pretrained(tmp_path / "AdaPerceiverForImageClassification")
+        assert run(load_with_an_older_transformers) == "held"
+
+
+def import_with_an_older_transformers():
+    import pytest
+    import transformers
+
+    transformers.__version__ = "5.21.0"
+    with pytest.raises(ImportError, match=r"AdaPerceiver needs transformers >= 5\.22, got 5\.21\.0"):
+        import adaperceiver  # noqa: F401
+
+
 def load_two_versions_at_once():
     import shutil
     from concurrent.futures import ThreadPoolExecutor
