@@ -28,7 +28,7 @@ from transformers.utils import TransformersKwargs
 from .configuration_adaperceiver import AdaPerceiverConfig
 
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (latents, head_size / 2), float32
+Rope = torch.Tensor  # cosines and sines of the latents' positions, (latents, head_size / 2, 2), float32
 Group = tuple[int, int]  # latents start:stop, which see latents :stop
 
 
@@ -293,26 +293,26 @@ class AdaPerceiverEmbeddings(nn.Module):
 
 def rotary_embedding(config: AdaPerceiverConfig, tokens: int, device: torch.device) -> Rope:
     """
-    Cosines and sines of the latent positions, float32. Computed anew in every call rather than kept in a buffer, which
-    a cast of the model would round.
+    Cosines and sines of the latent positions, float32. Computed once in every call rather than kept in a buffer, which a
+    cast of the model would round.
     """
     channels = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device)
     frequencies = config.rope_theta ** (-channels / config.head_size)
     if tokens > config.max_latent_tokens:
         frequencies = frequencies / (tokens / config.max_latent_tokens)
     angles = torch.arange(tokens, dtype=torch.float32, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(states: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Turn neighbouring pairs of channels (2i, 2i + 1), in float32. states: (batch, heads, latents or 1, head_size)."""
-    cos, sin = (table[:, None] for table in rope)  # (latents, 1, head_size / 2)
+    rope = rope[:, None]  # (latents, 1, head_size / 2, 2)
     pairs = states.transpose(1, 2).float().unflatten(-1, (-1, 2))  # (batch, latents or 1, heads, head_size / 2, 2)
     if torch.compiler.is_compiling():  # compilers fuse this, and export formats have no complex numbers
-        even, odd = pairs.unbind(-1)
+        (even, odd), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:  # the same in one pass over memory
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
     return turned.flatten(-2).to(states.dtype).transpose(1, 2)
 
 
@@ -591,8 +591,8 @@ class AdaPerceiverClassReadout(nn.Module):
         ):
             return None
         query = write.heads(write.q_proj(write.sink_norm(self.output_token))) * write.scaling
-        cos, sin = rope
-        query = rotate(query, (cos, -sin))  # turned back, where the keys would be turned forward
+        backwards = torch.stack((rope[..., 0], -rope[..., 1]), dim=-1)  # where the keys would be turned forward
+        query = rotate(query, backwards)
         query = query.squeeze(0)  # (heads, latents, head_size)
         key_weight = write.k_proj.weight.unflatten(0, (-1, config.head_size))  # (heads, head_size, hidden_size)
         if write.k_proj.bias is None:
@@ -621,7 +621,7 @@ class AdaPerceiverClassReadout(nn.Module):
         folded = self.fold(rope) if folded is None else folded
         if folded is None:
             written = [
-                self.write(self.output_token, latents[:, :stop], source_rope=(rope[0][:stop], rope[1][:stop]))
+                self.write(self.output_token, latents[:, :stop], source_rope=rope[:stop])
                 for latents, prefixes in readouts
                 for stop in prefixes
             ]

@@ -755,8 +755,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         past: list[list[torch.Tensor]] = [[] for _ in range(point.depth)]
         done: list[torch.Tensor] = []
         for start, stop in self.config.token_groups(point.tokens, point.attention):
-            turn = (rope[0][start:stop], rope[1][start:stop])
-            done.append(model.run_blocks(latents[:, start:stop], turn, point, 0, point.depth, past, **kwargs))
+            new, turn = latents[:, start:stop], rope[start:stop]
+            done.append(model.run_blocks(new, turn, point, 0, point.depth, past, **kwargs))
             (logits,) = predict(torch.cat(done, dim=1), [stop])
             yield AdaPerceiverClassifierOutput(logits=logits).ran_at(point._replace(tokens=stop), images)
 

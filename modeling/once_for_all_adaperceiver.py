@@ -154,7 +154,7 @@ def dense_loss(
     if is_hooked(readout):  # FSDP wants to see the module called, with its parameters used in the backward pass
 
         def loss_at(latents: torch.Tensor, input_tokens: torch.Tensor, tokens: int, weight: float) -> torch.Tensor:
-            return weight * loss_of(readout(latents[:, :tokens], input_tokens, (rope[0][:tokens], rope[1][:tokens])))
+            return weight * loss_of(readout(latents[:, :tokens], input_tokens, rope[:tokens]))
 
         return sum(
             checkpoint(loss_at, latents, input_tokens, tokens, weight, use_reentrant=False)
@@ -168,7 +168,7 @@ def dense_loss(
     readers, terms = readout.readers(input_tokens), []
     for latents, weights in sources:
         last = max(weights)
-        key_value = readout.write.key_value(latents[:, :last], (rope[0][:last], rope[1][:last]))
+        key_value = readout.write.key_value(latents[:, :last], rope[:last])
         terms += [(term(tokens, weight), (*readers, *key_value)) for tokens, weight in weights.items()]
     return sum_in_turn(terms, [*readout.write.o_proj.parameters(), *parameters])
 

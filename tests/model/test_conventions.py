@@ -392,7 +392,7 @@ def test_rope_is_computed_in_float32_whatever_the_dtype_of_the_model(tiny_model)
         model = tiny_model(AdaPerceiverModel).to(dtype)
         model.layers[0].register_forward_pre_hook(lambda module, args: ropes.append(args[1]))
         model(images())
-    assert {part.dtype for rope in ropes for part in rope} == {torch.float32}
+    assert {rope.dtype for rope in ropes} == {torch.float32}
     expected = rotary_embedding(AdaPerceiverConfig(**TINY), 16, torch.device("cpu"))
     for rope in ropes:
         assert_equal(rope, expected)
