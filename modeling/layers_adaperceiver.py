@@ -561,17 +561,18 @@ class AdaPerceiverBlock(GradientCheckpointingLayer):
 class Folded(NamedTuple):
     """The class query as each latent's channels see it: the scores of normed latents x are `x @ query + bias`."""
 
-    query: torch.Tensor  # (heads, latents, hidden_size)
-    bias: torch.Tensor  # (heads, latents)
+    query: torch.Tensor  # (latents, heads, hidden_size)
+    bias: torch.Tensor  # (latents, heads)
 
 
 class AdaPerceiverClassReadout(nn.Module):
     """
     Latents to one output token per image, for classification.
 
-    The query is the same for every image, so the key projection and its RoPE are folded into it once per call, and the
-    value projection waits until the latents are pooled: about fifty times less work per image than the plain write. The
-    folded query is made from the weights in every call, so that it can be neither saved nor stale.
+    The value projection waits until the latents are pooled. The query is the same for every image, so the key projection
+    and its RoPE are folded into it, once for all images and depths that are read out: about fifty times less work for each
+    of them than the plain write. The folded query is made from the weights in every call, so that it can be neither saved
+    nor stale.
     """
 
     def __init__(self, config: AdaPerceiverConfig):
@@ -579,27 +580,27 @@ class AdaPerceiverClassReadout(nn.Module):
         self.output_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
         self.write = AdaPerceiverCrossAttention(config)
 
+    def is_plain(self) -> bool:
+        """Whether the layers need not be called as they are (for adapters, offloading, dropout on the weights)."""
+        write = self.write
+        dropout = self.training and write.config.attention_probs_dropout_prob > 0
+        return not (dropout or is_hooked(self) or is_hooked(write)) and all(
+            map(is_plain_linear, (write.k_proj, write.v_proj))
+        )
+
     def fold(self, rope: Rope) -> Folded | None:
-        """None where the layers must be called as they are (adapters, offloading, dropout on the weights)."""
-        write, config = self.write, self.write.config
-        dropout = self.training and config.attention_probs_dropout_prob > 0
-        if (
-            dropout
-            or is_hooked(self)
-            or is_hooked(write)
-            or not all(map(is_plain_linear, (write.k_proj, write.v_proj)))
-        ):
+        """None where the layers must be called as they are."""
+        if not self.is_plain():
             return None
-        query = write.heads(write.q_proj(write.sink_norm(self.output_token))) * write.scaling
+        write, head_size = self.write, self.write.config.head_size
         backwards = torch.stack((rope[..., 0], -rope[..., 1]), dim=-1)  # where the keys would be turned forward
-        query = rotate(query, backwards)
-        query = query.squeeze(0)  # (heads, latents, head_size)
-        key_weight = write.k_proj.weight.unflatten(0, (-1, config.head_size))  # (heads, head_size, hidden_size)
+        query = rotate(write.query(self.output_token) * write.scaling, backwards)[0]  # (heads, latents, head_size)
+        folded = (query @ write.k_proj.weight.unflatten(0, (-1, head_size))).transpose(0, 1)
         if write.k_proj.bias is None:
-            bias = query.new_zeros(query.shape[:-1])
+            bias = folded.new_zeros(folded.shape[:2])
         else:
-            bias = (query @ write.k_proj.bias.view(-1, config.head_size, 1))[..., 0]
-        return Folded(query @ key_weight, bias)
+            bias = (query @ write.k_proj.bias.view(-1, head_size, 1))[..., 0].T
+        return Folded(folded.contiguous(), bias)  # in the order in which all readouts go through it
 
     def forward(
         self,
@@ -617,38 +618,48 @@ class AdaPerceiverClassReadout(nn.Module):
         if isinstance(latents, torch.Tensor):
             prefixes = [[latents.shape[1]] if prefixes is None else prefixes]
             latents = [latents]
-        readouts = list(zip(latents, prefixes))
-        folded = self.fold(rope) if folded is None else folded
-        if folded is None:
+        readouts, write = list(zip(latents, prefixes)), self.write
+        if not self.is_plain():
             written = [
-                self.write(self.output_token, latents[:, :stop], source_rope=rope[:stop])
+                write(self.output_token, latents[:, :stop], source_rope=rope[:stop])
                 for latents, prefixes in readouts
                 for stop in prefixes
             ]
             return torch.cat(written, dim=1)
-
-        write, pooled = self.write, []
+        # One image that is read once shares nothing. (Exported graphs must not depend on the batch size.)
+        if folded is None and (torch.compiler.is_exporting() or len(readouts) > 1 or latents[0].shape[0] > 1):
+            folded = self.fold(rope)
+        pooled = []
         for latents, prefixes in readouts:
-            last = prefixes[-1]
-            source = write.source_norm(latents[:, :last])
-            scores = torch.einsum("bnd,hnd->bhn", source, folded.query[:, :last]).contiguous() + folded.bias[:, :last]
-            pooled.append(prefix_pool(scores, source, prefixes))  # (batch, prefixes, heads, hidden_size)
-        pooled = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
+            source = write.source_norm(latents[:, : prefixes[-1]])
+            pooled.append(prefix_pool(self.scores(source, rope, folded), source, prefixes))
+        pooled = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)  # (batch, prefixes, heads, hidden_size)
         value_weight = write.v_proj.weight.unflatten(0, (-1, write.config.head_size))
-        value = torch.einsum("bphd,hkd->bphk", pooled, value_weight).flatten(2)
+        value = value_weight @ pooled.flatten(0, 1).permute(1, 2, 0)  # (heads, head_size, batch * prefixes)
+        value = value.flatten(0, 1).T.unflatten(0, pooled.shape[:2])
         if write.v_proj.bias is not None:
             value = value + write.v_proj.bias  # once, since the weights of a softmax sum to 1
         return self.output_token + write.o_proj(value)
 
-    def fold_flops(self, tokens: int) -> int:
-        """Once per call, for all images and depths."""
-        bias = 2 * tokens * self.write.config.hidden_size * self.write.config.qkv_bias
-        return self.write.projection_flops(1 + tokens) + bias
+    def scores(self, source: torch.Tensor, rope: Rope, folded: Folded | None) -> torch.Tensor:
+        """Of normed latents, (batch, latents, hidden_size) -> (batch, heads, latents)"""
+        write, count = self.write, source.shape[1]
+        if folded is None:
+            key = rotate(write.heads(write.k_proj(source)), rope[:count])
+            return (write.query(self.output_token) * write.scaling @ key.transpose(2, 3))[:, :, 0]
+        scores = source.transpose(0, 1) @ folded.query[:count].transpose(1, 2)  # (latents, batch, heads)
+        return (scores + folded.bias[:count, None]).permute(1, 2, 0).contiguous()
 
-    def flops(self, tokens: int) -> int:
-        """One readout of one image: scores and pooling for every head, then the value and output projections."""
-        config = self.write.config
-        return 4 * config.num_attention_heads * tokens * config.hidden_size + self.write.projection_flops(2)
+    def flops(self, tokens: int, images: int, probes: int) -> tuple[int, int]:
+        """Of the last readout, and of `probes` before it."""
+        write, channels = self.write, tokens * self.write.config.hidden_size
+        query = write.projection_flops(1 + tokens)  # and the keys, or what is folded into it
+        for_heads = 2 * write.config.num_attention_heads * channels
+        pool = for_heads + write.projection_flops(2)
+        if images == 1 and probes == 0:
+            return query + 2 * channels + pool, 0
+        bias = 2 * channels * write.config.qkv_bias
+        return query + bias + images * (for_heads + pool), probes * images * (for_heads + pool)
 
 
 def prefix_pool(scores: torch.Tensor, source: torch.Tensor, prefixes: Sequence[int]) -> torch.Tensor:

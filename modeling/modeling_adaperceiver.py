@@ -584,12 +584,16 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         if "router" in point.policy:
             components["router"] = images * self.router.flops()
         if self.class_readout is not None:
-            one = images * self.class_readout.flops(tokens)
-            components["class_readout"] = self.class_readout.fold_flops(tokens) + one
-            components["probes"] = len(point.probe_depths()) * one
+            last, probes = self.class_readout.flops(tokens, images, len(point.probe_depths()))
+            components |= {"class_readout": last, "probes": probes}
         if self.dense_readout is not None:
             components["dense_readout"] = images * self.dense_readout.flops(tokens, patches)
         return components
+
+
+def still_running(exited: torch.Tensor, gone: int) -> torch.Tensor:
+    """The rows that have not `exited`, in order, where `gone` of them have: their number is known without waiting."""
+    return exited.int().argsort(stable=True)[: len(exited) - gone]
 
 
 def forward_of_head(forward: Callable) -> Callable:
@@ -655,7 +659,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         """
         model = self.adaperceiver
         latents, rope = model.read_latents(input_tokens, point)
-        images, device, folded = latents.shape[0], latents.device, model.class_readout.fold(rope)
+        images, device, probe_depths = latents.shape[0], latents.device, point.probe_depths()
+        folded = model.class_readout.fold(rope) if probe_depths else None
         thresholds = torch.tensor(point.exit_threshold, device=device).expand(images)
         final_latents = torch.empty_like(latents)
         class_tokens = latents.new_empty(images, 1, latents.shape[2])
@@ -663,28 +668,29 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
 
         rows = torch.arange(images, device=device)  # the image in each row of the batch that runs
         exited = torch.zeros(images, dtype=torch.bool, device=device)  # rows that still run though their image exited
-        done = 0
-        for depth in (*point.probe_depths(), point.depth):
+        gone = done = 0  # how many of these there are; blocks that ran
+        for depth in (*probe_depths, point.depth):
             latents, done = model.run_blocks(latents, rope, point, done, depth, **kwargs), depth
             written = model.class_readout(latents, rope, folded)
-            exits = ~exited
             if depth < point.depth:
                 temperature = 1.0 if point.exit_temperatures is None else point.exit_temperatures[depth - 1]
-                exits &= self.confidence(written[:, 0], temperature) >= thresholds[rows]
-            exiting = exits.nonzero()[:, 0]
+                confident = self.confidence(written[:, 0], temperature) >= thresholds[rows]
+                exiting = (confident & ~exited).nonzero()[:, 0]  # how many: all that the host waits for
+            else:
+                exiting = still_running(exited, gone)
             if len(exiting) == 0:
                 continue
             final_latents.index_copy_(0, rows[exiting], latents.index_select(0, exiting))
             class_tokens.index_copy_(0, rows[exiting], written.index_select(0, exiting))
-            exit_depth[rows[exiting]] = depth
-            exited |= exits
-            gone, blocks_to_go = int(exited.sum()), point.depth - depth
+            exit_depth.index_fill_(0, rows[exiting], depth)
+            exited.index_fill_(0, exiting, True)
+            gone, blocks_to_go = gone + len(exiting), point.depth - depth
             if gone == len(rows):
                 break
             # Leaving rows out copies the others, which costs each about 2 % of a block: do so when it saves more.
             if gone * blocks_to_go > 0.02 * (len(rows) - gone):
-                staying = (~exited).nonzero()[:, 0]
-                latents, rows, exited = latents.index_select(0, staying), rows[staying], exited[staying]
+                staying = still_running(exited, gone)
+                latents, rows, exited, gone = latents.index_select(0, staying), rows[staying], exited[staying], 0
         return model.write(final_latents, input_tokens, rope, class_tokens, exit_depth)
 
     def confidence(self, class_tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

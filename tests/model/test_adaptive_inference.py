@@ -58,10 +58,13 @@ def test_the_folded_readout_equals_the_plain_one(tokens, biases):
         model = AdaPerceiverModel(AdaPerceiverConfig.from_dict({**CONFIG.to_dict(), "qkv_bias": False})).eval()
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    latents, rope = torch.randn(3, tokens, 64), rotary_embedding(CONFIG, tokens, torch.device("cpu"))
+    rope = rotary_embedding(CONFIG, tokens, torch.device("cpu"))
     readout = model.class_readout
-    plain = readout.write(readout.output_token, latents, source_rope=rope)
-    assert_equal(readout(latents, rope), plain)
+    for images in (1, 3):
+        latents = torch.randn(images, tokens, 64)
+        plain = readout.write(readout.output_token, latents, source_rope=rope)
+        assert_equal(readout(latents, rope), plain)
+        assert_equal(readout(latents, rope, readout.fold(rope)), plain)
 
 
 def test_the_folded_query_follows_every_change_of_the_weights(images):

@@ -9,6 +9,8 @@ import torch
 from conftest import MODEL_CLASSES, assert_equal, images
 from official import official_model
 from PIL import Image
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adaperceiver
 from adaperceiver import (
@@ -372,6 +374,64 @@ def test_one_grid_serves_all_heads(model_class):
 def test_a_model_without_a_head_has_no_grid(tiny_model):
     with pytest.raises(ValueError, match="AdaPerceiverModel has no head"):
         list(tiny_model(AdaPerceiverModel).predictions_grid(images()))
+
+
+# ------------------------------------------------------------------------------------- what the host waits for
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func).split(".")[1])
+        return func(*args, **(kwargs or {}))
+
+
+# A value that Python asks for, a result whose size depends on values, a tensor made of Python numbers.
+WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh")
+
+
+@torch.no_grad()
+@every_class
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("point", [{}, {"tokens": 6, "width": 24}, {"tokens": 24, "attention": "bidirectional"}])
+def test_a_call_never_waits_for_the_device(model_class, batch, point, tiny_model):
+    model = tiny_model(model_class)
+    with Operations() as operations:
+        model(images(batch), **point)
+    assert "addmm" in operations.names
+    assert not set(WAITS) & set(operations.names)
+    model.to("meta")(images(batch).to("meta"), **point)  # tensors without values, which do not mix with others
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("threshold", "probes"), [(0.0, 1), (1.0, 3), ([0.0, 0.0, 1.0, 1.0], 3)])
+def test_early_exit_waits_once_per_probe(threshold, probes):
+    model, pixel_values = official_model(AdaPerceiverForImageClassification), images(4)
+    with Operations() as operations:
+        outputs = model(pixel_values, exit_threshold=threshold)
+    assert len(set(outputs.exit_depth.tolist())) == (2 if isinstance(threshold, list) else 1)
+    assert operations.names.count("nonzero") == probes
+    assert "_local_scalar_dense" not in operations.names
+    assert operations.names.count("lift_fresh") == 1  # the thresholds, before the first block
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_class", HEADS[1:])  # the distillation model reads out like a classifier, too
+def test_every_point_compiles_to_one_graph(model_class, tiny_model):
+    model, graphs, pixel_values = tiny_model(model_class), CompileCounter(), images()
+    # The counter runs the captured graph as it is: what may break is the capture, and this leaves out minutes of code
+    # generation. `fullgraph` turns a graph break into an error.
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=graphs)
+    for count, point in enumerate(({}, {"tokens": 6, "width": 23, "depth": 1}), start=1):
+        actual, again = compiled(pixel_values, **point)[0], compiled(images(), **point)[0]
+        torch.testing.assert_close(actual, model(pixel_values, **point)[0], rtol=1e-5, atol=1e-5)
+        assert graphs.frame_count == count
+        assert actual.shape == again.shape
 
 
 # -------------------------------------------------------------------------------------------------- who imports whom

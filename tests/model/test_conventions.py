@@ -518,18 +518,6 @@ def test_without_labels_the_classifier_lets_the_output_token_through(tiny_model)
     assert_equal(model(pixel_values).logits, model.base_model(pixel_values).pooler_output)
 
 
-def test_an_operating_point_compiles_to_one_graph():
-    model = official_classifier()
-    point = {"tokens": 6, "width": 41, "depth": 3}
-    # The eager backend runs the captured graph as it is: what may break is the capture, and this leaves out minutes of
-    # code generation. `fullgraph` turns a graph break into an error.
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    pixel_values = images()
-    with torch.no_grad():
-        actual, expected = compiled(pixel_values, **point).logits, model(pixel_values, **point).logits
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "modules", [["q_proj", "v_proj", "fc1", "fc2"], ["k_proj"], ["v_proj"], ["fc1"], ["fc2"]], ids=str
 )
