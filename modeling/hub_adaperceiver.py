@@ -205,17 +205,20 @@ class HubMixin(Base):
 
         source = pretrained_model_name_or_path
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
-        if source is not None:
-            official = check_model_type(source, kwargs.get("config"), hub_kwargs)
+        official = None if source is None else check_model_type(source, kwargs.get("config"), hub_kwargs)
+        try:
             if official is not None:
+                config = kwargs.pop("config", None)
+                if isinstance(config, (str, os.PathLike)):
+                    config = AdaPerceiverConfig.from_pretrained(config)
                 names = (*AdaPerceiverConfig.__annotations__, "num_labels", "id2label", "label2id", "problem_type")
-                fields = {name: kwargs.pop(name) for name in names if name in kwargs}
-                config, weights = load_official(cls, source, official, hub_kwargs, **fields)
+                fields = {} if config is not None else {name: kwargs.pop(name) for name in names if name in kwargs}
+                config, weights = load_official(cls, source, official, hub_kwargs, config, **fields)
                 kwargs = {name: value for name, value in kwargs.items() if name not in HUB_KWARGS}
                 source, kwargs = None, {**kwargs, "config": config, "state_dict": weights}
-        try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
+            source = pretrained_model_name_or_path
             problem = unreadable_weights(source or "", hub_kwargs) or error
             raise OSError(f"Weights of {source} cannot be read: {problem}. Are they complete?") from error
         if source is None and pretrained_model_name_or_path is not None:  # transformers noted that there was none
@@ -256,16 +259,19 @@ def check_model_type(source: str | os.PathLike, config: Any, hub_kwargs: dict) -
     Refuse other models, whose weights transformers would leave out with a warning. The config comes back if it is one of the
     official release.
     """
-    if config is None or isinstance(config, (str, os.PathLike)):
-        where = f"the {CONFIG_NAME} of {source if config is None else config}"
-        stored = PreTrainedConfig.get_config_dict(source if config is None else config, **hub_kwargs)[0]
-        if config is None and is_official(stored):
+    configs = {}
+    if config is None or optional_file(source, CONFIG_NAME, **hub_kwargs):
+        configs[f"the {CONFIG_NAME} of {source}"] = stored = PreTrainedConfig.get_config_dict(source, **hub_kwargs)[0]
+        if is_official(stored):
             return stored
-        model_type = stored.get("model_type")
-    else:
-        where, model_type = "`config`", config.model_type
-    if model_type != AdaPerceiverConfig.model_type:
-        raise ValueError(f"`model_type` in {where} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}.")
+    if isinstance(config, (str, os.PathLike)):
+        configs[f"the {CONFIG_NAME} of {config}"] = PreTrainedConfig.get_config_dict(config, **hub_kwargs)[0]
+    elif config is not None:
+        configs["`config`"] = {"model_type": config.model_type}
+    for where, found in configs.items():
+        model_type = found.get("model_type")
+        if model_type != AdaPerceiverConfig.model_type:
+            raise ValueError(f"`model_type` in {where} must be {AdaPerceiverConfig.model_type!r}, got {model_type!r}.")
     return None
 
 

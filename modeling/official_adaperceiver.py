@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
@@ -93,7 +94,7 @@ def translate_config(config: Mapping[str, Any], source: str = CONFIG_NAME) -> di
     fields = {ours: config[name] for name, ours in FIELDS.items() if name in config}
     for name, choices in CHOICES.items():
         if name in config:
-            if config[name] not in choices:
+            if config[name] not in list(choices):
                 allowed = " or ".join(repr(value) for value in choices)
                 raise ValueError(f"`{name}` in {source} must be {allowed} to be loaded here, got {config[name]!r}.")
             fields |= choices[config[name]]
@@ -104,9 +105,16 @@ def translate_config(config: Mapping[str, Any], source: str = CONFIG_NAME) -> di
 
 
 def label_names(number: int | None) -> list[str] | None:
-    """The names of ImageNet-1K's or ImageNet-12K's classes, by their number, where the package has them."""
-    path = Path(__file__).parent / "evaluation" / "labels" / f"{LABELS.get(number or 0)}.txt"
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else None
+    """The names of ImageNet-1K's or ImageNet-12K's classes, by their number."""
+    if number not in LABELS:
+        return None
+    path = Path(__file__).parent / "evaluation" / "labels" / f"{LABELS[number]}.txt"
+    if not path.is_file():  # beside the code of a saved folder
+        logger.warning(
+            f"The {number} labels stay LABEL_0 and so on: the package adaperceiver has their names, a folder has not."
+        )
+        return None
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def infer_task(names: Iterable[str]) -> str:
@@ -139,11 +147,17 @@ def rename(tensors: Mapping[str, torch.Tensor], task: str) -> dict[str, torch.Te
 
 
 def load_official(
-    model_class: type, source: str | os.PathLike, config: Mapping[str, Any], hub_kwargs: dict, **fields
+    model_class: type,
+    source: str | os.PathLike,
+    official_config: Mapping[str, Any],
+    hub_kwargs: dict,
+    our_config: AdaPerceiverConfig | None = None,
+    **fields,
 ) -> tuple[AdaPerceiverConfig, dict[str, torch.Tensor]]:
     """The `official_weights` of an official folder or hub id."""
     tensors = load_file(cached_file(source, SAFE_WEIGHTS_NAME, **hub_kwargs))
-    return official_weights(model_class, tensors, config, f"the {CONFIG_NAME} of {source}", **fields)
+    where = f"the {CONFIG_NAME} of {source}"
+    return official_weights(model_class, tensors, official_config, where, our_config, **fields)
 
 
 def official_weights(
@@ -151,11 +165,13 @@ def official_weights(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
     source: str = CONFIG_NAME,
+    our_config: AdaPerceiverConfig | None = None,
     **fields,
 ) -> tuple[AdaPerceiverConfig, dict[str, torch.Tensor]]:
     """
     The config for a model of `model_class`, and the official `tensors` under our names. What the official `config` leaves
-    out is the paper's or, for numbers of labels, features and depth bins, what the tensors show; `fields` change the result.
+    out is the paper's or, for numbers of labels, features and depth bins, what the tensors show; `fields` change the result,
+    and `our_config` replaces it.
 
     Missing and unexpected tensors and shapes that differ are errors, all listed. But a model without a classifier takes
     what it needs from a distillation checkpoint: the class tensors are not used then, and a head is new.
@@ -163,14 +179,8 @@ def official_weights(
     task = infer_task(tensors)
     ours = rename(tensors, task)
     official_names = {our_name(name, task): name for name in tensors}
-    shown = {argument: ours[name].numel() for argument, name in SHOWN.items() if name in ours}
-    translated = translate_config({**shown, **config}, source)
-    translated["output_tokens"] = {"classification": "class", "distillation": "both"}.get(task, "dense")
-    if getattr(model_class, "readouts", None) is None:  # the labels are those of the classifier
-        for name in ("num_labels", "id2label", "label2id"):
-            translated.pop(name, None)
-    translated |= {field: ours[name].numel() for field, name in SHOWN_BY_HEAD.items() if name in ours}
-    our_config = AdaPerceiverConfig(**{**translated, **fields})
+    if our_config is None:
+        our_config = infer_config(model_class, ours, config, source, task, fields)
     with torch.device("meta"):
         model = model_class(our_config)
     if model.base_model is model:
@@ -178,6 +188,27 @@ def official_weights(
         official_names = {name.removeprefix(prefix): official for name, official in official_names.items()}
         ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items()}
     return our_config, fit(model, ours, official_names, task)
+
+
+def infer_config(
+    model_class: type,
+    ours: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    source: str,
+    task: str,
+    fields: dict,
+) -> AdaPerceiverConfig:
+    shown = {argument: ours[name].numel() for argument, name in SHOWN.items() if name in ours}
+    translated = translate_config({**shown, **config}, source)
+    translated["output_tokens"] = {"classification": "class", "distillation": "both"}.get(task, "dense")
+    if getattr(model_class, "readouts", None) is None:  # the labels are those of the classifier
+        for name in ("num_labels", "id2label", "label2id"):
+            translated.pop(name, None)
+    translated |= {field: ours[name].numel() for field, name in SHOWN_BY_HEAD.items() if name in ours}
+    try:
+        return AdaPerceiverConfig(**{**translated, **fields})
+    except StrictDataclassError as error:  # which says what is wrong, but not where
+        raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
 
 
 def fit(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal
-from official import OFFICIAL, official_model, official_tensors, recorded
+from conftest import assert_equal
+from official import FIXTURES, OFFICIAL, TINY, official_model, official_tensors, recorded
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, pipeline
@@ -17,7 +17,6 @@ from adaperceiver import (
     AdaPerceiverForDistillation,
     AdaPerceiverForImageClassification,
     AdaPerceiverForSemanticSegmentation,
-    AdaPerceiverImageClassificationPipeline,
     AdaPerceiverModel,
     image_processor_for,
 )
@@ -129,6 +128,31 @@ def test_a_tensor_that_is_missing_unexpected_or_of_another_shape_is_named(folder
     assert "shape mismatch: blocks.0.norm1.weight is (63,), not (64,)" in message
 
 
+def test_a_given_config_is_used_and_still_all_tensors_have_to_fit(folder):
+    """transformers would load none of them, and leave the model as it was drawn."""
+    source, config = folder("classification"), official_model(AdaPerceiverForImageClassification).config
+    config.rope_theta = 500
+    model = AdaPerceiverForImageClassification.from_pretrained(source, config=config)
+    assert model.config.rope_theta == 500
+    assert_equal(model.state_dict(), official_model(AdaPerceiverForImageClassification).state_dict())
+    with pytest.raises(ValueError, match=r"missing: adaperceiver\.layers\.4\."):
+        AdaPerceiverForImageClassification.from_pretrained(
+            source, config=AdaPerceiverConfig(**TINY | {"num_hidden_layers": 5})
+        )
+
+
+def test_weights_that_are_cut_short_are_refused_with_their_file(folder):
+    path = folder("classification") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(OSError, match=r"cannot be read: .*model\.safetensors .*Are they complete"):
+        AdaPerceiverForImageClassification.from_pretrained(path.parent)
+
+
+def test_a_dtype_is_that_of_the_loaded_weights(folder):
+    model = AdaPerceiverForImageClassification.from_pretrained(folder("classification"), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_classification_checkpoint_has_no_features_to_offer(folder):
     source = folder("classification")
     for model_class in (AdaPerceiverForDistillation, AdaPerceiverForSemanticSegmentation):
@@ -144,6 +168,8 @@ def test_a_classification_checkpoint_has_no_features_to_offer(folder):
         ({"use_output_ffn": True}, "`use_output_ffn` .*got True"),
         ({"norm_layer": "rmsnorm"}, "`norm_layer` .*got 'rmsnorm'"),
         ({"process_token_init": "fps"}, "`process_token_init` .*got 'fps'"),
+        ({"act_layer": ["gelu"]}, r"`act_layer` .*got \['gelu'\]"),
+        ({"embed_dim": "wide"}, r"config\.json of .*hidden_size.*'wide'"),
         ({"cls_token": True}, "has `cls_token`, which no AdaPerceiver is known to have"),
         ({"depth": 0}, "`num_hidden_layers` must be an integer of at least 1, got 0"),
     ],
@@ -160,10 +186,7 @@ def test_attention_without_a_mask_is_bidirectional(changes):
 
 @pytest.mark.parametrize("name", ["classification", "distill"])
 def test_the_configs_of_the_release_are_read_whole(name):
-    path = ROOT.parent / "shared" / "parity" / f"official_config_{name}.json"
-    if not path.is_file():
-        pytest.skip(f"needs {path}")
-    official = json.loads(path.read_text())
+    official = json.loads((FIXTURES / f"official_config_{name}.json").read_text())
     assert is_official(official)
     assert official.keys() <= FIELDS.keys() | CHOICES.keys()
     ours = AdaPerceiverConfig(**translate_config(official))
@@ -180,6 +203,20 @@ def test_labels_have_names_where_their_number_says_which_they_are():
     assert label_names(10) is None
 
 
+def test_code_without_the_label_files_says_that_there_are_no_names(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("adaperceiver.official_adaperceiver.__file__", str(tmp_path / "official_adaperceiver.py"))
+    assert label_names(1000) is None
+    assert "The 1000 labels stay LABEL_0" in caplog.text
+
+
+def test_the_image_processor_of_the_release_is_one_line():
+    model = AdaPerceiverConfig(**translate_config({**OFFICIAL, "img_size": 224, "patch_size": 14}))
+    processor = image_processor_for(model, "image-classification")
+    assert (processor.size["shortest_edge"], processor.crop_size["height"]) == (256, 224)
+    assert list(processor.image_mean) == [0.48145466, 0.4578275, 0.40821073]
+    assert list(processor.image_std) == [0.26862954, 0.26130258, 0.27577711]
+
+
 def test_auto_classes_and_pipelines_refuse_an_official_folder(folder):
     source = folder("classification")
     for load in (AutoConfig.from_pretrained, AutoModel.from_pretrained):
@@ -189,13 +226,18 @@ def test_auto_classes_and_pipelines_refuse_an_official_folder(folder):
         pipeline("image-classification", str(source))
 
 
-def test_a_pipeline_takes_a_loaded_model(folder):
-    model = AdaPerceiverForImageClassification.from_pretrained(folder("classification"))
-    processor = image_processor_for(model.config, "image-classification")
-    pipe = pipeline(
-        "image-classification",
-        model=model,
-        image_processor=processor,
-        pipeline_class=AdaPerceiverImageClassificationPipeline,
-    )
-    assert len(pipe(Image.new("RGB", (40, 30)), tokens=4, top_k=3)) == 3
+@pytest.mark.parametrize(
+    ("task", "checkpoint", "model_class"),
+    [
+        ("image-classification", "classification", AdaPerceiverForImageClassification),
+        ("image-classification", "distillation", AdaPerceiverForDistillation),
+        ("image-segmentation", "distillation", AdaPerceiverForSemanticSegmentation),
+        ("depth-estimation", "distillation", AdaPerceiverForDepthEstimation),
+        ("image-feature-extraction", "distillation", AdaPerceiverModel),
+    ],
+)
+def test_a_pipeline_takes_a_loaded_model(task, checkpoint, model_class, folder):
+    model = model_class.from_pretrained(folder(checkpoint))
+    pipe = pipeline(task, model=model, image_processor=image_processor_for(model.config, task))
+    result = pipe(Image.new("RGB", (40, 30)), tokens=4, report=True)
+    assert result["report"]["tokens"] == 4
