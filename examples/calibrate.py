@@ -12,11 +12,12 @@ with `--no_save_threshold` the threshold is only printed.
 `--scale_classifier` first divides the classifier by the temperature of the full model, so that its scores mean what they say.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 from transformers import AutoImageProcessor
+from transformers.hf_argparser import HfArg
 
 from adaperceiver import AdaPerceiverForImageClassification
 from adaperceiver.evaluation.calibration import calibrate, collect, scale_classifier
@@ -28,24 +29,20 @@ from adaperceiver.training.data import DataArguments, load_splits, validation_ba
 
 @dataclass
 class CalibrationArguments:
-    model: str = field(metadata={"help": "A hub id or folder of an image classifier of AdaPerceiver."})
-    output: str = field(
+    model: str = HfArg(help="A hub id or folder of an image classifier of AdaPerceiver.")
+    output: str = HfArg(
         default="runs/calibrated",
-        metadata={"help": "Folder for the calibrated checkpoint; the folder of --model to write into that one."},
+        help="Folder for the calibrated checkpoint; the folder of --model to write into that one.",
     )
-    max_drop: float = field(
-        default=0.005, metadata={"help": "Share of images that may be lost against the full model, 0 to 1."}
+    max_drop: float = HfArg(default=0.005, help="Share of images that may be lost against the full model, 0 to 1.")
+    confidence: float = HfArg(default=0.95, help="Probability with which that holds.")
+    tokens: int | None = HfArg(default=None, help="By default all.")
+    width: int | None = HfArg(default=None, help="By default all.")
+    temperatures: bool = HfArg(default=True, help="Fit a temperature for each depth first.")
+    scale_classifier: bool = HfArg(
+        default=False, help="Divide the classifier by the temperature of the full model first."
     )
-    confidence: float = field(default=0.95, metadata={"help": "Probability with which that holds."})
-    tokens: int | None = field(default=None, metadata={"help": "By default all."})
-    width: int | None = field(default=None, metadata={"help": "By default all."})
-    temperatures: bool = field(default=True, metadata={"help": "Fit a temperature for each depth first."})
-    scale_classifier: bool = field(
-        default=False, metadata={"help": "Divide the classifier by the temperature of the full model first."}
-    )
-    save_threshold: bool = field(
-        default=True, metadata={"help": "Save threshold and temperatures, so that every call exits early."}
-    )
+    save_threshold: bool = HfArg(default=True, help="Save threshold and temperatures, so that every call exits early.")
     batch_size: int = 64
     seed: int = 0
 

@@ -7,7 +7,7 @@ long it takes on this machine. Nothing is downloaded. The figure goes to `--outp
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import transformers
 from PIL import Image
 from tqdm import tqdm
 from transformers import pipeline
+from transformers.hf_argparser import HfArg
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverImageClassificationPipeline
 from adaperceiver.adaptive_adaperceiver import interleaved
@@ -30,13 +31,11 @@ BATCH = 50
 
 @dataclass
 class Arguments:
-    checkpoint: str = field(
-        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"), metadata={"help": "An image classifier."}
+    checkpoint: str = HfArg(
+        default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"), help="An image classifier."
     )
-    samples: str = field(
-        default=str(ROOT / "examples" / "cifar10_samples.parquet"), metadata={"help": "Columns image and label."}
-    )
-    output: str = field(default="runs/demo", metadata={"help": "Folder for the figure."})
+    samples: str = HfArg(default=str(ROOT / "examples" / "cifar10_samples.parquet"), help="Columns image and label.")
+    output: str = HfArg(default="runs/demo", help="Folder for the figure.")
 
 
 @dataclass

@@ -18,13 +18,7 @@ from accelerate import PartialState
 
 from adaperceiver import AccuracyTable
 from adaperceiver.image_processing_adaperceiver import image_processor_for
-from adaperceiver.training.arguments import (
-    OptimizationArguments,
-    RunArguments,
-    command_line,
-    parse,
-    recipe_for,
-)
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, command_line, parse, recipe_for
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.checkpointing import model_card
 from adaperceiver.training.checks import config_fields
@@ -43,7 +37,6 @@ from adaperceiver.training.distillation import (
 from adaperceiver.training.loop import freeze_stem, print_plan, start, train
 
 
-RECIPES = Path(__file__).parent / "recipes"
 GROUPS = [RunArguments, DistillationData, AugmentationArguments, OptimizationArguments, DistillationArguments]
 USAGE = """    from transformers import pipeline
     classify = pipeline("image-classification", "{folder}", trust_remote_code=True)
@@ -102,8 +95,8 @@ def run_stage(
 
 def main(arguments: list[str]) -> None:
     continued = any(argument.split("=")[0] in ("--init_from", "--init-from") for argument in arguments)
-    own = RECIPES / ("own_from_checkpoint.yaml" if continued else "own_distillation.yaml")
-    stages = parse(GROUPS, arguments, recipe_for(arguments, RECIPES / "scenes.yaml", own))
+    own = "own_from_checkpoint.yaml" if continued else "own_distillation.yaml"
+    stages = parse(GROUPS, arguments, recipe_for(arguments, "scenes.yaml", own))
     for _, data, augmentation, _, args in stages:
         check(data, augmentation, args)
     before = None
@@ -117,7 +110,6 @@ def main(arguments: list[str]) -> None:
         before = os.path.join(run.output_dir, "final")  # the EMA weights
     if PartialState().is_main_process:
         print(f"The model is in {before}. Run it with\n{USAGE.format(folder=before)}")
-    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ costs little more than one pass at each width. `--help` lists all options.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor
+from transformers.hf_argparser import HfArg
 
 from adaperceiver import AccuracyTable
 from adaperceiver.evaluation.grid import (
@@ -48,33 +49,29 @@ from adaperceiver.training.dense_data import (
 
 @dataclass
 class EvaluationArguments:
-    model: str = field(metadata={"help": "A hub id or folder of an AdaPerceiver checkpoint with a head."})
-    split: str | None = field(
-        default=None,
-        metadata={
-            "help": 'By default the first of test, validation and val; "validation" is the one of the training.'
-        },
+    model: str = HfArg(help="A hub id or folder of an AdaPerceiver checkpoint with a head.")
+    split: str | None = HfArg(
+        default=None, help='By default the first of test, validation and val; "validation" is the one of the training.'
     )
-    output: str = field(default="runs/evaluation", metadata={"help": "Folder for the table and the plots."})
-    tokens: list[int] | None = field(
-        default=None, metadata={"help": "Token counts, all trained ones by default; others need an encoding each."}
+    output: str = HfArg(default="runs/evaluation", help="Folder for the table and the plots.")
+    tokens: list[int] | None = HfArg(
+        default=None, help="Token counts, all trained ones by default; others need an encoding each."
     )
-    widths: list[int] | None = field(default=None, metadata={"help": "All trained ones by default."})
-    depths: list[int] | None = field(default=None, metadata={"help": "All by default."})
-    exit_thresholds: list[float] = field(
-        default_factory=list, metadata={"help": "Add early exit at these confidences (classification)."}
+    widths: list[int] | None = HfArg(default=None, help="All trained ones by default.")
+    depths: list[int] | None = HfArg(default=None, help="All by default.")
+    exit_thresholds: list[float] = HfArg(
+        default_factory=list, help="Add early exit at these confidences (classification)."
     )
-    baselines: list[str] = field(
-        default_factory=list, metadata={"help": "Hub ids or folders of image classifiers, for rows of their own."}
+    baselines: list[str] = HfArg(
+        default_factory=list, help="Hub ids or folders of image classifiers, for rows of their own."
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a baseline."})
+    trust_remote_code: bool = HfArg(default=False, help="Run code that comes with a baseline.")
     batch_size: int = 64
-    latency_batch_size: int = field(
-        default=0, metadata={"help": "Measure milliseconds per image in batches of this size; 0 measures nothing."}
+    latency_batch_size: int = HfArg(
+        default=0, help="Measure milliseconds per image in batches of this size; 0 measures nothing."
     )
-    save_table: bool = field(
-        default=False,
-        metadata={"help": "Save the scores into the checkpoint, for calls with a budget; needs --split validation."},
+    save_table: bool = HfArg(
+        default=False, help="Save the scores into the checkpoint, for calls with a budget; needs --split validation."
     )
 
 
@@ -82,9 +79,7 @@ class EvaluationArguments:
 class AnyDataArguments(DenseDataArguments, DataArguments):
     """Of data with labels, or with masks or depth maps."""
 
-    crop: str = field(
-        default="eigen", metadata={"help": "The part of depth maps that is scored.", "choices": ["eigen", "none"]}
-    )
+    crop: Literal["eigen", "none"] = HfArg(default="eigen", help="The part of depth maps that is scored.")
 
 
 def load_batches(

@@ -10,11 +10,12 @@ follows the checkpoint's probes and temperatures. A second table says what token
 McNemar's paired test: against the best fixed configuration, and of a step up. Accuracies are written to `--output` first, times as they are measured.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
 from transformers import AutoImageProcessor
+from transformers.hf_argparser import HfArg
 
 from adaperceiver import AdaPerceiverForImageClassification
 from adaperceiver.evaluation.grid import without_choices
@@ -36,22 +37,17 @@ from adaperceiver.training.data import DataArguments, check_classes, load_scored
 
 @dataclass
 class PolicyTableArguments:
-    model: str = field(metadata={"help": "A hub id or folder of an image classifier of AdaPerceiver."})
-    split: str | None = field(
-        default=None,
-        metadata={
-            "help": 'By default the first of test, validation and val; "validation" is the one of the training.'
-        },
+    model: str = HfArg(help="A hub id or folder of an image classifier of AdaPerceiver.")
+    split: str | None = HfArg(
+        default=None, help='By default the first of test, validation and val; "validation" is the one of the training.'
     )
-    output: str = field(default="runs/policies", metadata={"help": "Folder for the table and the plots."})
-    tokens: list[int] | None = field(
-        default=None, metadata={"help": "Fixed token counts, by default the trained ones."}
+    output: str = HfArg(default="runs/policies", help="Folder for the table and the plots.")
+    tokens: list[int] | None = HfArg(default=None, help="Fixed token counts, by default the trained ones.")
+    exit_thresholds: list[float] = HfArg(
+        default_factory=lambda: [0.8, 0.9, 0.95], help="The checkpoint's own is added, if it has one."
     )
-    exit_thresholds: list[float] = field(
-        default_factory=lambda: [0.8, 0.9, 0.95], metadata={"help": "The checkpoint's own is added, if it has one."}
-    )
-    batch_size: int = field(default=64, metadata={"help": "Also the size of the larger batch that is timed."})
-    timed_images: int = field(default=256, metadata={"help": "Images of each timed run; 0 times nothing."})
+    batch_size: int = HfArg(default=64, help="Also the size of the larger batch that is timed.")
+    timed_images: int = HfArg(default=256, help="Images of each timed run; 0 times nothing.")
 
 
 def main(arguments: list[str]) -> None:

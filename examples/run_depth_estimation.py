@@ -8,19 +8,12 @@ With --dataset and no recipe it runs recipes/own_depth.yaml. The recipe's values
 `--help` lists all options with what they are by the recipe.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from accelerate import PartialState
+from transformers.hf_argparser import HfArg
 
-from adaperceiver import AdaPerceiverForDepthEstimation
-from adaperceiver.training.arguments import (
-    RECIPES,
-    OptimizationArguments,
-    RunArguments,
-    command_line,
-    parse,
-    recipe_for,
-)
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, command_line, parse, recipe_for
 from adaperceiver.training.dense_augmentation import DenseAugmentation
 from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
@@ -28,35 +21,24 @@ from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dens
 
 @dataclass
 class DepthArguments(FineTuningArguments):
-    loss_warmup_steps: int = field(
-        default=100, metadata={"help": "Steps in which the variance is left out of the scale-invariant loss."}
+    loss_warmup_steps: int = HfArg(
+        default=100, help="Steps in which the variance is left out of the scale-invariant loss."
     )
-    crop: str = field(
-        default="eigen", metadata={"help": "The part of an image that is scored.", "choices": ["eigen", "none"]}
-    )
+    crop: Literal["eigen", "none"] = HfArg(default="eigen", help="The part of an image that is scored.")
+
+    def loss_options(self, step: int) -> dict[str, Any]:
+        return {"loss_warm_up": step < self.loss_warmup_steps}
+
+    def metric_options(self) -> dict[str, Any]:
+        return {"crop": self.crop}
 
 
-SCRIPT = "examples/run_depth_estimation.py"
 GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArguments, DepthArguments]
 
 
 def main(arguments: list[str]) -> None:
-    recipe = recipe_for(arguments, RECIPES / "scenes_depth.yaml", RECIPES / "own_depth.yaml")
-    for stage in parse(GROUPS, arguments, recipe):
-        tuning = stage[-1]
-
-        def loss_options(step: int, warm_up: int = tuning.loss_warmup_steps) -> dict[str, bool]:
-            return {"loss_warm_up": step < warm_up}
-
-        fine_tune_dense(
-            "depth-estimation",
-            AdaPerceiverForDepthEstimation,
-            SCRIPT,
-            *stage,
-            loss_options=loss_options,
-            crop=tuning.crop,
-        )
-    PartialState().destroy_process_group()
+    for stage in parse(GROUPS, arguments, recipe_for(arguments, "scenes_depth.yaml", "own_depth.yaml")):
+        fine_tune_dense("depth-estimation", "examples/run_depth_estimation.py", *stage)
 
 
 if __name__ == "__main__":

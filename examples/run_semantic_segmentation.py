@@ -8,31 +8,19 @@ With --dataset and no recipe it runs recipes/own_segmentation.yaml. The recipe's
 `--help` lists all options with what they are by the recipe.
 """
 
-from accelerate import PartialState
-
-from adaperceiver import AdaPerceiverForSemanticSegmentation
-from adaperceiver.training.arguments import (
-    RECIPES,
-    OptimizationArguments,
-    RunArguments,
-    command_line,
-    parse,
-    recipe_for,
-)
+from adaperceiver.training.arguments import OptimizationArguments, RunArguments, command_line, parse, recipe_for
 from adaperceiver.training.dense_augmentation import DenseAugmentation
 from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.finetuning import FineTuningArguments, fine_tune_dense
 
 
-SCRIPT = "examples/run_semantic_segmentation.py"
 GROUPS = [RunArguments, DenseDataArguments, DenseAugmentation, OptimizationArguments, FineTuningArguments]
 
 
 def main(arguments: list[str]) -> None:
-    recipe = recipe_for(arguments, RECIPES / "scenes_segmentation.yaml", RECIPES / "own_segmentation.yaml")
+    recipe = recipe_for(arguments, "scenes_segmentation.yaml", "own_segmentation.yaml")
     for stage in parse(GROUPS, arguments, recipe):
-        fine_tune_dense("image-segmentation", AdaPerceiverForSemanticSegmentation, SCRIPT, *stage)
-    PartialState().destroy_process_group()
+        fine_tune_dense("image-segmentation", "examples/run_semantic_segmentation.py", *stage)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from transformers import AutoImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
-from adaperceiver.training.arguments import (
-    OptimizationArguments,
-    RunArguments,
-    command_line,
-    parse,
-)
+from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, command_line, parse
 from adaperceiver.training.augmentation import seed_of
 from adaperceiver.training.checkpointing import model_card
 from adaperceiver.training.checks import check_checkpoint
@@ -49,7 +43,7 @@ from adaperceiver.training.policies import (
 )
 
 
-RECIPE = Path(__file__).parent / "recipes" / "cifar10_policy.yaml"
+GROUPS = [RunArguments, DataArguments, OptimizationArguments, PolicyArguments]
 
 
 def run_stage(
@@ -110,10 +104,8 @@ def run_stage(
 
 
 def main(arguments: list[str]) -> None:
-    groups = [RunArguments, DataArguments, OptimizationArguments, PolicyArguments]
-    for stage in parse(groups, arguments, RECIPE):
+    for stage in parse(GROUPS, arguments, RECIPES / "cifar10_policy.yaml"):
         run_stage(*stage)
-    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

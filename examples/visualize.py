@@ -7,13 +7,14 @@ What a checkpoint can show depends on its head: every one what its first and las
 with dense output tokens its features as colours over tokens, width and depth, and what more tokens change in a mask or depth map.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor
+from transformers.hf_argparser import HfArg
 
 import adaperceiver
 from adaperceiver.evaluation.grid import without_choices
@@ -25,10 +26,10 @@ from adaperceiver.training.checks import above_zero, at_most_one, require
 
 @dataclass
 class Arguments:
-    model: str = field(metadata={"help": "A hub id or folder of an AdaPerceiver checkpoint with a head."})
-    images: list[str] = field(metadata={"help": "Photographs."})
-    output: str = field(default="runs/pictures", metadata={"help": "Folder for the figures."})
-    exit_threshold: float = field(default=0.9, metadata={"help": "For the gallery of exits (classification)."})
+    model: str = HfArg(help="A hub id or folder of an AdaPerceiver checkpoint with a head.")
+    images: list[str] = HfArg(help="Photographs.")
+    output: str = HfArg(default="runs/pictures", help="Folder for the figures.")
+    exit_threshold: float = HfArg(default=0.9, help="For the gallery of exits (classification).")
 
     def __post_init__(self):
         require(self, "at least one photograph", len, "images")

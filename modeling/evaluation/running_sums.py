@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+import datasets
 import evaluate
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,9 @@ class RunningSums(evaluate.Metric, ABC):  # abstract, so `evaluate.load` takes a
     much: hundreds of metrics can be open at once, memory does not grow, and Accelerate adds up processes. The arguments after
     `state` are those of `evaluate.load`; `keep_in_memory` makes no difference.
     """
+
+    inputs: str  # what predictions and references are
+    features: dict[str, Any]  # of one sample
 
     def __init__(
         self,
@@ -34,6 +38,12 @@ class RunningSums(evaluate.Metric, ABC):  # abstract, so `evaluate.load` takes a
         self.state = state
         super().__init__(
             config_name, cache_dir=cache_dir, process_id=process_id, experiment_id=experiment_id, hash=hash
+        )
+
+    def _info(self) -> evaluate.MetricInfo:
+        features, inputs = datasets.Features(self.features), f"\n\n{self.inputs}"
+        return evaluate.MetricInfo(
+            description=type(self).__doc__, citation="", inputs_description=inputs, features=features
         )
 
     def add(self, *, prediction, reference) -> None:

@@ -5,14 +5,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+from accelerate import PartialState
 from accelerate.utils import is_tensorboard_available
 from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
+from transformers.hf_argparser import HfArg, string_to_bool
 
 from .checks import above_zero, at_least, at_most_one, require, suggestion
 from .data import DataArguments
@@ -29,6 +30,7 @@ def command_line(main: Callable[[list[str]], None]) -> None:
     """
     try:
         main(sys.argv[1:])
+        PartialState().destroy_process_group()
     except (ValueError, OSError, FloatingPointError) as error:
         if sys.flags.dev_mode:
             raise
@@ -84,17 +86,15 @@ class Parser(HfArgumentParser):
 
 @dataclass
 class RunArguments:
-    output_dir: str = field(default="runs/distill", metadata={"help": "Checkpoints, metrics and the final model."})
-    resume: bool = field(default=False, metadata={"help": "Continue from the last checkpoint in output_dir."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace the earlier run in output_dir."})
-    smoke: bool = field(default=False, metadata={"help": "Shrink the run to a minute or two: few small steps."})
+    output_dir: str = HfArg(default="runs/distill", help="Checkpoints, metrics and the final model.")
+    resume: bool = HfArg(default=False, help="Continue from the last checkpoint in output_dir.")
+    overwrite: bool = HfArg(default=False, help="Replace the earlier run in output_dir.")
+    smoke: bool = HfArg(default=False, help="Shrink the run to a minute or two: few small steps.")
     seed: int = 0
-    tracker: str | None = field(
-        default=None, metadata={"help": 'An Accelerate tracker, or "none"; tensorboard if it is installed.'}
-    )
+    tracker: str | None = HfArg(default=None, help='An Accelerate tracker, or "none"; tensorboard if it is installed.')
     log_steps: int = 10
     save_steps: int = 500
-    eval_steps: int = field(default=1000, metadata={"help": "Steps between evaluations; 0 for one at the end."})
+    eval_steps: int = HfArg(default=1000, help="Steps between evaluations; 0 for one at the end.")
 
     def __post_init__(self):
         at_least(self, 0, "seed", "eval_steps")
@@ -108,19 +108,17 @@ class RunArguments:
 
 @dataclass
 class OptimizationArguments:
-    batch_size: int = field(default=4096, metadata={"help": "Effective batch: over all processes and accumulation."})
-    micro_batch_size: int = field(default=64, metadata={"help": "Images of one process in one forward pass."})
+    batch_size: int = HfArg(default=4096, help="Effective batch: over all processes and accumulation.")
+    micro_batch_size: int = HfArg(default=64, help="Images of one process in one forward pass.")
     epochs: float | None = None
-    steps: int | None = field(default=None, metadata={"help": "Optimizer steps; wins over epochs."})
-    optimizer: str = field(
-        default="soap", metadata={"help": "soap, nadamw or adamw.", "choices": ["soap", "nadamw", "adamw"]}
-    )
+    steps: int | None = HfArg(default=None, help="Optimizer steps; wins over epochs.")
+    optimizer: Literal["soap", "nadamw", "adamw"] = HfArg(default="soap", help="soap, nadamw or adamw.")
     learning_rate: float = 1e-3
     weight_decay: float = 0.003
     beta1: float = 0.9
     beta2: float = 0.999
     clip_norm: float = 3.0
-    schedule: str = field(default="cosine", metadata={"choices": ["cosine", "polynomial", "constant"]})
+    schedule: Literal["cosine", "polynomial", "constant"] = "cosine"
     polynomial_power: float = 1.0
     warmup_steps: int = 3000
     warmup_learning_rate: float = 1e-6
@@ -149,11 +147,11 @@ class OptimizationArguments:
         return max(round(self.epochs * images / self.batch_size), 1)
 
 
-def recipe_for(arguments: Sequence[str], scenes: Path, own: Path) -> Path:
+def recipe_for(arguments: Sequence[str], scenes: str, own: str) -> Path:
     """The recipe of a command line that names none: that of the rendered scenes is for them alone, `own` for other data."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dataset", nargs="*", default=["scenes"])
-    return scenes if parser.parse_known_args(arguments)[0].dataset == ["scenes"] else own
+    return RECIPES / (scenes if parser.parse_known_args(arguments)[0].dataset == ["scenes"] else own)
 
 
 def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple]:

@@ -1,25 +1,26 @@
 """Random views of images."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers.hf_argparser import HfArg
 
 from .checks import at_least, at_most_one, require
 
 
 @dataclass
 class AugmentationArguments:
-    crop_scale: list[float] = field(
-        default_factory=lambda: [0.08, 1.0], metadata={"help": "Least and largest area of random resized crops."}
+    crop_scale: list[float] = HfArg(
+        default_factory=lambda: [0.08, 1.0], help="Least and largest area of random resized crops."
     )
     flip: bool = True
     randaugment_ops: int = 2
-    randaugment_magnitude: int = field(default=15, metadata={"help": "0 to 30; 0 turns RandAugment off."})
+    randaugment_magnitude: int = HfArg(default=15, help="0 to 30; 0 turns RandAugment off.")
     mixup_alpha: float = 1.0
     cutmix_alpha: float = 0.0
-    erasing: float = field(default=0.0, metadata={"help": "Probability of random erasing."})
+    erasing: float = HfArg(default=0.0, help="Probability of random erasing.")
 
     def __post_init__(self):
         allowed = "two numbers from 0 to 1, the smaller first"

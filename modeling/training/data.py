@@ -9,7 +9,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Image, IterableDataset, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetsError
 from PIL import Image as PILImage
+from transformers.hf_argparser import HfArg
 
 from ..image_processing_adaperceiver import to_rgb
 from .augmentation import Augment
@@ -43,35 +44,30 @@ def known_label_maps() -> list[str]:
 class SplitArguments:
     """What data of all kinds have in common."""
 
-    dataset: str = field(
+    dataset: str = HfArg(
         default="scenes",
-        metadata={
-            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; for dense tasks '
-            "also the folder ADEChallengeData2016, or nyu_depth_v2_labeled.mat."
-        },
+        help='"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; for dense tasks '
+        "also the folder ADEChallengeData2016, or nyu_depth_v2_labeled.mat.",
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a hub data set."})
+    dataset_config: str | None = HfArg(default=None, help="Configuration name of a hub data set.")
     train_split: str = "train"
-    validation_split: str | None = field(
-        default=None, metadata={"help": "By default validation or val, or else images held out of the training split."}
+    validation_split: str | None = HfArg(
+        default=None, help="By default validation or val, or else images held out of the training split."
     )
-    holdout: float | None = field(
+    holdout: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Share of the training images (where they have labels, the same of every class) that is kept apart for "
-            "validation; 0.05 by default where the data have no validation split. No training reads a test split."
-        },
+        help="Share of the training images (where they have labels, the same of every class) that is kept apart for "
+        "validation; 0.05 by default where the data have no validation split. No training reads a test split.",
     )
-    image_column: str | None = field(default=None, metadata={"help": "By default the first column of images."})
-    label_map: str | None = field(
-        default=None,
-        metadata={"help": f"Names of the classes, one per line: a file, or one of {', '.join(known_label_maps())}."},
+    image_column: str | None = HfArg(default=None, help="By default the first column of images.")
+    label_map: str | None = HfArg(
+        default=None, help=f"Names of the classes, one per line: a file, or one of {', '.join(known_label_maps())}."
     )
-    train_samples: int | None = field(
-        default=None, metadata={"help": "Use at most that many images of a data set, the same share of every class."}
+    train_samples: int | None = HfArg(
+        default=None, help="Use at most that many images of a data set, the same share of every class."
     )
     validation_samples: int | None = None
-    workers: int = field(default=1, metadata={"help": "Processes per rank that decode and augment; 0 for none."})
+    workers: int = HfArg(default=1, help="Processes per rank that decode and augment; 0 for none.")
 
     def __post_init__(self):
         at_least(self, 1, "train_samples", "validation_samples")
@@ -92,10 +88,8 @@ class SplitArguments:
 
 @dataclass
 class DataArguments(SplitArguments):
-    label_column: str | None = field(default=None, metadata={"help": "By default label, labels, cls or fine_label."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the training data as a stream, shuffled by buffer."}
-    )
+    label_column: str | None = HfArg(default=None, help="By default label, labels, cls or fine_label.")
+    streaming: bool = HfArg(default=False, help="Read the training data as a stream, shuffled by buffer.")
     shuffle_buffer: int = 10_000
 
     def __post_init__(self):

@@ -1,10 +1,11 @@
 """Random views of images with their masks or depth maps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import interpolate, pad
+from transformers.hf_argparser import HfArg
 
 from .augmentation import seed_of
 from .checks import at_most_one, require
@@ -13,16 +14,16 @@ from .dense_targets import DTYPES, IGNORED
 
 @dataclass
 class DenseAugmentation:
-    keep_aspect: bool = field(default=False, metadata={"help": "Crop to the shape of the view instead of stretching."})
-    scale: list[float] = field(
+    keep_aspect: bool = HfArg(default=False, help="Crop to the shape of the view instead of stretching.")
+    scale: list[float] = HfArg(
         default_factory=lambda: [1.0, 1.0],
-        metadata={"help": "Least and largest size; 1 just fills the view, above it is cropped, below it is padded."},
+        help="Least and largest size; 1 just fills the view, above it is cropped, below it is padded.",
     )
     flip: bool = True
     brightness: float = 0.4
     contrast: float = 0.4
     saturation: float = 0.4
-    hue: float = field(default=0.1, metadata={"help": "0 to 0.5; the others are from 0 to 1."})
+    hue: float = HfArg(default=0.1, help="0 to 0.5; the others are from 0 to 1.")
 
     def __post_init__(self):
         allowed = "two numbers above 0, the smaller first"

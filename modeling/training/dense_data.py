@@ -15,11 +15,11 @@ However a data set stores its targets, they come out in these forms; images are 
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
 from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 
 from .checks import above_zero, at_least
 from .data import (
@@ -56,23 +57,20 @@ ADE20K, NYUV2 = "zhoubolei/scene_parse_150", "adams-story/nyu-depthv2-wds"
 
 @dataclass
 class DenseDataArguments(SplitArguments):
-    encoding: str | None = field(
+    encoding: Literal["ade20k", "camvid", "nyuv2"] | None = HfArg(
         default=None,
-        metadata={
-            "help": "What a data set is that neither its hub id nor its layout gives away: how are its targets stored?",
-            "choices": ["ade20k", "camvid", "nyuv2"],
-        },
+        help="What a data set is that neither its hub id nor its layout gives away: how are its targets stored?",
     )
-    target_column: str | None = field(default=None, metadata={"help": "By default mask, annotation, depth and such."})
-    reduce_labels: bool | None = field(
-        default=None, metadata={"help": "Stored class 0 is ignored, and the others move down by one."}
+    target_column: str | None = HfArg(default=None, help="By default mask, annotation, depth and such.")
+    reduce_labels: bool | None = HfArg(
+        default=None, help="Stored class 0 is ignored, and the others move down by one."
     )
-    mask_values: list[int] | None = field(
-        default=None, metadata={"help": "Stored values of the classes, in the order of their names, if not 0, 1, ..."}
+    mask_values: list[int] | None = HfArg(
+        default=None, help="Stored values of the classes, in the order of their names, if not 0, 1, ..."
     )
-    ignored_class: int | None = field(default=None, metadata={"help": "A stored value that is ignored, as 255 is."})
-    depth_scale: float | None = field(
-        default=None, metadata={"help": "Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."}
+    ignored_class: int | None = HfArg(default=None, help="A stored value that is ignored, as 255 is.")
+    depth_scale: float | None = HfArg(
+        default=None, help="Metres = (stored + depth_offset) x depth_scale; needed for whole numbers."
     )
     depth_offset: float = 0.0
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
+from transformers.hf_argparser import HfArg
 
 from .. import AdaPerceiverConfig, AdaPerceiverForDistillation, AdaPerceiverForImageClassification
 from ..evaluation.grid import along_axes, evaluate_grid, metrics_for, table_points
@@ -22,12 +23,10 @@ from .teacher import CachedMicroBatches, Teacher, cache_views, stem_of
 
 @dataclass
 class DistillationData(DataArguments):
-    dataset: list[str] = field(
+    dataset: list[str] = HfArg(
         default_factory=lambda: ["scenes"],
-        metadata={
-            "help": '"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; or several of '
-            "them. --distill features needs no labels."
-        },
+        help='"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; or several of '
+        "them. --distill features needs no labels.",
     )
 
     def __post_init__(self):
@@ -37,67 +36,52 @@ class DistillationData(DataArguments):
 
 @dataclass
 class DistillationArguments:
-    teacher: str = field(
-        default="scenes", metadata={"help": 'A hub id or folder of an image classifier; "scenes" trains a small one.'}
+    teacher: str = HfArg(
+        default="scenes", help='A hub id or folder of an image classifier; "scenes" trains a small one.'
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the teacher."})
-    teacher_size: int | None = field(
-        default=None, metadata={"help": "Side of the images that the teacher sees, if not that of its processor."}
+    trust_remote_code: bool = HfArg(default=False, help="Run code that comes with the teacher.")
+    teacher_size: int | None = HfArg(
+        default=None, help="Side of the images that the teacher sees, if not that of its processor."
     )
-    compile_teacher: bool = field(
-        default=False,
-        metadata={"help": "Compile the teacher (a minute), which pays where it answers for many images."},
+    compile_teacher: bool = HfArg(
+        default=False, help="Compile the teacher (a minute), which pays where it answers for many images."
     )
-    stem_from: str | None = field(
+    stem_from: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A hub id or folder of a MobileNet-like classifier whose first stages a new student starts with."
-        },
+        help="A hub id or folder of a MobileNet-like classifier whose first stages a new student starts with.",
     )
-    stem_stages: int = field(default=3, metadata={"help": "How many of its stages."})
-    freeze_stem: bool = field(default=False, metadata={"help": "Leave the convolutions of the stem as they are."})
-    student: str = field(default="{}", metadata={"help": "Fields of AdaPerceiverConfig, as JSON; a file or the text."})
-    init_from: str | None = field(
+    stem_stages: int = HfArg(default=3, help="How many of its stages.")
+    freeze_stem: bool = HfArg(default=False, help="Leave the convolutions of the stem as they are.")
+    student: str = HfArg(default="{}", help="Fields of AdaPerceiverConfig, as JSON; a file or the text.")
+    init_from: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A checkpoint to start from, e.g. another stage's; if the teacher has other classes, under a new classifier."
-        },
+        help="A checkpoint to start from, e.g. another stage's; if the teacher has other classes, under a new classifier.",
     )
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens", "depth", "width"])
-    full_share: float | None = field(
+    full_share: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Share of the joint loss that the full model has, and of the images that run at full width; by default as "
-            "in the paper: its part of the equal weights."
-        },
+        help="Share of the joint loss that the full model has, and of the images that run at full width; by default as "
+        "in the paper: its part of the equal weights.",
     )
-    partial_gradient: float = field(
-        default=1.0,
-        metadata={
-            "help": "Factor on the gradient that readouts of less than the full model send into blocks and read."
-        },
+    partial_gradient: float = HfArg(
+        default=1.0, help="Factor on the gradient that readouts of less than the full model send into blocks and read."
     )
-    self_distillation: float = field(
-        default=0.0, metadata={"help": "Weight of the full model's own logits as a second teacher of the others."}
+    self_distillation: float = HfArg(
+        default=0.0, help="Weight of the full model's own logits as a second teacher of the others."
     )
-    distill: str = field(default="logits", metadata={"choices": ["logits", "features"]})
-    label_loss: bool = field(default=False, metadata={"help": "Add the label loss to that of the teacher's logits."})
-    cached_views: int = field(
+    distill: Literal["logits", "features"] = "logits"
+    label_loss: bool = HfArg(default=False, help="Add the label loss to that of the teacher's logits.")
+    cached_views: int = HfArg(
         default=0,
-        metadata={
-            "help": "Keep that many views of every image, with the teacher's logits or features, and train on them in turn."
-        },
+        help="Keep that many views of every image, with the teacher's logits or features, and train on them in turn.",
     )
-    cached_flips: bool = field(
+    cached_flips: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Mirror kept views at random as they are used, under the logits of the view as it was kept, or under its "
-            "features, mirrored."
-        },
+        help="Mirror kept views at random as they are used, under the logits of the view as it was kept, or under its "
+        "features, mirrored.",
     )
-    cached_shift: int = field(
-        default=0,
-        metadata={"help": "Move kept views by up to that many pixels as they are used, under the same logits."},
+    cached_shift: int = HfArg(
+        default=0, help="Move kept views by up to that many pixels as they are used, under the same logits."
     )
 
     def __post_init__(self):

@@ -5,15 +5,17 @@ As in the paper, the backbone is frozen: training reaches the write attention, t
 the checkpoint does not have. What is frozen runs without a graph, so it keeps no activations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.hf_argparser import HfArg
 
-from .. import AccuracyTable, image_processor_for
+from .. import AccuracyTable, image_processor_for, modeling_adaperceiver
 from ..evaluation.grid import SCORES, along_axes, evaluate_grid, metrics_for, table_points
+from ..tasks_adaperceiver import TASKS
 from .arguments import OptimizationArguments, RunArguments
 from .checkpointing import model_card
 from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
@@ -36,22 +38,17 @@ TRAINED = ("adaperceiver.class_readout.", "adaperceiver.dense_readout.", "classi
 
 @dataclass
 class FineTuningArguments:
-    model: str = field(
-        default=SHIPPED,
-        metadata={"help": "A hub id or folder of any AdaPerceiver checkpoint."},
-    )
-    config_changes: str = field(
-        default="{}", metadata={"help": "Fields of AdaPerceiverConfig that differ from the checkpoint's, as JSON."}
+    model: str = HfArg(default=SHIPPED, help="A hub id or folder of any AdaPerceiver checkpoint.")
+    config_changes: str = HfArg(
+        default="{}", help="Fields of AdaPerceiverConfig that differ from the checkpoint's, as JSON."
     )
     adaptive_axes: list[str] = field(default_factory=lambda: ["tokens"])
-    image_size: list[int] | None = field(
-        default=None, metadata={"help": "Height and width that the model sees; by default the paper's for its size."}
+    image_size: list[int] | None = HfArg(
+        default=None, help="Height and width that the model sees; by default the paper's for its size."
     )
-    train_all: bool = field(
-        default=False, metadata={"help": "Train the whole network, not the readout and head alone."}
-    )
-    freeze_stem: bool = field(
-        default=False, metadata={"help": "Of the whole network, leave the convolutions of the stem as they are."}
+    train_all: bool = HfArg(default=False, help="Train the whole network, not the readout and head alone.")
+    freeze_stem: bool = HfArg(
+        default=False, help="Of the whole network, leave the convolutions of the stem as they are."
     )
     eval_batch_size: int = 32
 
@@ -70,9 +67,17 @@ class FineTuningArguments:
                 f"--image_size must be a height and a width, multiples of {patch}, got {as_text(self.image_size)}."
             )
 
+    def loss_options(self, step: int) -> dict[str, Any]:
+        """Keyword arguments of the model's call."""
+        return {}
 
-def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str] | None) -> torch.nn.Module:
-    """The checkpoint under a head for the labels `names`, with what stays as it is frozen."""
+    def metric_options(self) -> dict[str, Any]:
+        return {}
+
+
+def load_model(args: FineTuningArguments, task: str, names: Sequence[str] | None) -> torch.nn.Module:
+    """The checkpoint under the head of a task, for the labels `names`, with what stays as it is frozen."""
+    model_class = getattr(modeling_adaperceiver, TASKS[task].model_class)
     changes = {
         "adaptive_axes": args.adaptive_axes,
         "distillation_temperature": 1.0,
@@ -94,24 +99,32 @@ def load_model(args: FineTuningArguments, model_class: type, names: Sequence[str
 
 def fine_tune(
     task: str,
+    script: str,
+    session: Session,
+    tuning: FineTuningArguments,
     model: torch.nn.Module,
     processor: Any,
     batches: torch.utils.data.Dataset,
-    loss_of: Callable[[torch.nn.Module, torch.Tensor, dict, int], torch.Tensor],
-    measure: Callable[[torch.nn.Module], list[dict[str, Any]]],
-    session: Session,
+    targets_of: Callable[[dict], dict[str, torch.Tensor]],
+    validation: Callable[[], Iterator[tuple[torch.Tensor, Any]]],
     steps: int,
-    script: str,
 ) -> None:
     """
-    Train, evaluate and save. `loss_of(model, pixel_values, batch, step)` is the loss of a micro-batch; `measure(model)` gives
-    rows of `evaluate_grid`.
+    Train, evaluate on what `validation()` gives, and save. `targets_of(batch)` are the arguments of the model's call with the
+    targets of a micro-batch.
     """
     score, name, accelerator = SCORES[task].name, session.dataset, session.accelerator
     mean, std = normalisation(processor, accelerator)
+    draw = draws(session, model.config, tuning.adaptive_axes)
+    new_metric = metrics_for(task, model.config.num_labels, **tuning.metric_options())
+
+    def loss_of(model: torch.nn.Module, batch: dict, step: int) -> torch.Tensor:
+        options = {**targets_of(batch), **tuning.loss_options(step)}
+        return model((batch["images"] - mean) / std, once_for_all=draw(batch, step), **options).loss
 
     def evaluate(model: torch.nn.Module) -> dict[str, Any]:
-        rows = measure(model)
+        points = grid_of(model.config, tuning.adaptive_axes)
+        rows = evaluate_grid(model, validation(), new_metric, accelerator, **points)
         return {**along_axes(rows, score), "grid": table_points(rows, score)}
 
     def save(model: torch.nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
@@ -123,35 +136,20 @@ def fine_tune(
         card = model_card(f"AdaPerceiver fine-tuned on {name}", script, session.arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)
 
-    train(
-        session,
-        model,
-        batches,
-        lambda model, batch, step: loss_of(model, (batch["images"] - mean) / std, batch, step),
-        evaluate,
-        save,
-        steps,
-        SCORES[task].higher_is_better,
-    )
+    train(session, model, batches, loss_of, evaluate, save, steps, SCORES[task].higher_is_better)
     accelerator.print(f"The model is in {Path(session.run.output_dir) / 'final'}.")
 
 
 def fine_tune_dense(
     task: str,
-    model_class: type,
     script: str,
     run: RunArguments,
     data: DenseDataArguments,
     augmentation: DenseAugmentation,
     optimization: OptimizationArguments,
     tuning: FineTuningArguments,
-    loss_options: Callable[[int], dict[str, Any]] = lambda step: {},
-    **metric_options,
 ) -> None:
-    """
-    Fine-tune a segmentation or a depth model, by `task`. `loss_options(step)` are keyword arguments of the model's call,
-    `metric_options` those of the metric.
-    """
+    """Fine-tune a segmentation or a depth model, by `task`."""
     tuning.check()
     session = start(run, data, optimization, augmentation, tuning)
     if session is None:
@@ -159,37 +157,26 @@ def fine_tune_dense(
     accelerator = session.accelerator
     training_data, validation_data = load_dense_splits(data, task)
     names = mask_names(training_data) if task == "image-segmentation" else None
-    model = load_model(tuning, model_class, names)
+    model = load_model(tuning, task, names)
     seen = None
     for split in (validation_data, training_data) if accelerator.is_main_process else ():
         seen = check_samples(split, task, model.config.num_labels if names else None)
-    processor = dense_processor(model.config, task, tuning.image_size)
+    processor = image_processor_for(model.config, task)
+    if tuning.image_size is not None:
+        processor.size = dict(zip(("height", "width"), tuning.image_size))
     processor.do_reduce_labels = encoding_of(training_data).reduce_labels
     size = (processor.size["height"], processor.size["width"])
     steps = print_plan(session, training_data, validation_data, names, seen, size)
     augment = PairedAugment(augmentation, size, task)
     batches = MicroBatches(training_data, optimization.micro_batch_size, augment, run.seed, read=read_dense)
-    draw = draws(session, model.config, tuning.adaptive_axes)
-    new_metric = metrics_for(task, model.config.num_labels, **metric_options)
 
-    def loss_of(model, pixel_values, batch, step):
-        step_options = {"once_for_all": draw(batch, step), **loss_options(step)}
-        return model(pixel_values, labels=batch["labels"], **step_options).loss
+    def validation() -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        return dense_validation_batches(validation_data, processor, tuning.eval_batch_size, accelerator, task)
 
-    def measure(model):
-        size = tuning.eval_batch_size
-        validation = dense_validation_batches(validation_data, processor, size, accelerator, task)
-        return evaluate_grid(model, validation, new_metric, accelerator, **grid_of(model.config, tuning.adaptive_axes))
+    def targets_of(batch: dict) -> dict[str, torch.Tensor]:
+        return {"labels": batch["labels"]}
 
-    fine_tune(task, model, processor, batches, loss_of, measure, session, steps, script)
-
-
-def dense_processor(config: Any, task: str, image_size: Sequence[int] | None) -> Any:
-    """The paper's preprocessing, at another size if one is given."""
-    processor = image_processor_for(config, task)
-    if image_size is not None:
-        processor.size = dict(zip(("height", "width"), image_size))
-    return processor
+    fine_tune(task, script, session, tuning, model, processor, batches, targets_of, validation, steps)
 
 
 def grid_of(config: Any, axes: Sequence[str]) -> dict[str, Sequence[int]]:

@@ -4,7 +4,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +55,7 @@ def start(run: RunArguments, data: Any, optimization: OptimizationArguments, *ot
             f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
             "ACCELERATE_USE_CPU=true."
         )
-    micro_batches_per_step(optimization, accelerator)
+    accelerator.gradient_accumulation_steps = micro_batches_per_step(optimization, accelerator)
     if optimization.steps is None and (optimization.epochs is None or arguments.get("streaming")):
         optimization.total_steps(None if arguments.get("streaming") else 0)
     if run.resume:
@@ -134,8 +133,7 @@ def train(
     that it skips; `loss_of(model, batch, step)` is the mean loss of one of them; `evaluate(model)` gives metrics, the first
     of which decides which model is best; `save(model, folder, metrics)` writes a model.
 
-    Checkpoints and accumulation are by hand where Accelerate has its own: `save_state` with a `total_limit` removes an old
-    checkpoint before the new one is complete, and `accumulate` cannot give the loss of the whole step.
+    Old checkpoints are removed by hand: `save_state` with a `total_limit` removes one before the new one is complete.
     """
     run, data, optimization, accelerator, arguments = session
     folder = Path(run.output_dir)
@@ -155,7 +153,7 @@ def train(
     if progress.step > steps:
         raise ValueError(f"{folder} has been trained for {progress.step} steps, more than the {steps} of this run.")
     metrics = Metrics(folder / "metrics.jsonl", progress.step, progress.evaluated, accelerator)
-    accumulation = micro_batches_per_step(optimization, accelerator)
+    accumulation = accelerator.gradient_accumulation_steps
 
     def checkpoint() -> None:
         write_whole(
@@ -185,13 +183,13 @@ def train(
         if progress.step == steps:
             break
         total = torch.zeros((), device=accelerator.device)
-        for number in range(accumulation):
+        for _ in range(accumulation):
             batch = {name: value.to(accelerator.device) for name, value in next(loader).items()}
             progress.skipped += optimization.micro_batch_size - len(batch["images"])
-            with accelerator.no_sync(model) if number + 1 < accumulation else nullcontext():
-                loss = loss_of(model, batch, progress.step) / accumulation
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch, progress.step)
                 accelerator.backward(loss)
-            total += loss.detach()
+            total += loss.detach() / accumulation
         loss = accelerator.reduce(total, "mean").item()
         if not math.isfinite(loss):
             checkpoint()

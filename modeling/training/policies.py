@@ -2,9 +2,9 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
+from transformers.hf_argparser import HfArg
 
 from .. import AdaPerceiverForImageClassification
 from .checkpointing import write_whole
@@ -21,24 +22,15 @@ from .data import MicroBatches
 
 @dataclass
 class PolicyArguments:
-    model: str = field(
-        default=SHIPPED,
-        metadata={"help": "A hub id or folder of an image classifier of AdaPerceiver."},
+    model: str = HfArg(default=SHIPPED, help="A hub id or folder of an image classifier of AdaPerceiver.")
+    router_ratio: float = HfArg(default=0.25, help="Hidden units of the router's MLPs per patch and per channel.")
+    method: Literal["expected", "reinforce"] = "expected"
+    cost: Literal["index", "flops"] = HfArg(
+        default="index", help="What a choice costs: its index among the granularities, or its share of the full FLOPs."
     )
-    router_ratio: float = field(
-        default=0.25, metadata={"help": "Hidden units of the router's MLPs per patch and per channel."}
-    )
-    method: str = field(default="expected", metadata={"choices": ["expected", "reinforce"]})
-    cost: str = field(
-        default="index",
-        metadata={
-            "help": "What a choice costs: its index among the granularities, or its share of the full FLOPs.",
-            "choices": ["index", "flops"],
-        },
-    )
-    cost_weight: float = field(default=0.1, metadata={"help": "Weight of the cost against the cross-entropy."})
-    entropy_weight: float = field(default=0.01, metadata={"help": "Weight of the entropy of the choices."})
-    baseline_decay: float = field(default=0.99, metadata={"help": "Of the mean reward that REINFORCE subtracts."})
+    cost_weight: float = HfArg(default=0.1, help="Weight of the cost against the cross-entropy.")
+    entropy_weight: float = HfArg(default=0.01, help="Weight of the entropy of the choices.")
+    baseline_decay: float = HfArg(default=0.99, help="Of the mean reward that REINFORCE subtracts.")
 
     def __post_init__(self):
         above_zero(self, "router_ratio")

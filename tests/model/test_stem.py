@@ -213,7 +213,7 @@ def test_a_new_student_starts_with_the_stem_and_the_normalisation_of_the_network
 def test_fine_tuning_trains_everything_but_a_frozen_stem(tiny_model, tmp_path):
     tiny_model(AdaPerceiverForImageClassification, stem_layers=STEMS[1]).save_pretrained(tmp_path, save_code=False)
     args = finetuning.FineTuningArguments(model=str(tmp_path), train_all=True, freeze_stem=True)
-    model = finetuning.load_model(args, AdaPerceiverForImageClassification, ["a", "b"])
+    model = finetuning.load_model(args, "image-classification", ["a", "b"])
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     stem = "adaperceiver.embeddings.patch_embeddings."
     last = len(model.adaperceiver.embeddings.patch_embeddings) - 1
@@ -223,4 +223,4 @@ def test_fine_tuning_trains_everything_but_a_frozen_stem(tiny_model, tmp_path):
     tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path / "plain", save_code=False)
     args.model = str(tmp_path / "plain")
     with pytest.raises(ValueError, match="--freeze_stem needs a model with a stem"):
-        finetuning.load_model(args, AdaPerceiverForImageClassification, ["a", "b"])
+        finetuning.load_model(args, "image-classification", ["a", "b"])

@@ -118,9 +118,8 @@ def test_training_reaches_the_readout_and_the_head_alone(task, arguments, checkp
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_frozen_keeps_no_activations(task, checkpoint):
-    _, model_class, _, _ = TASKS[task]
     args = finetuning.FineTuningArguments(model=checkpoint, adaptive_axes=["tokens", "depth", "width"])
-    model, graphs = finetuning.load_model(args, model_class, None).train(), []
+    model, graphs = finetuning.load_model(args, TASKS[task][3], None).train(), []
     modules = [model.adaperceiver.embeddings, model.adaperceiver.read, *model.adaperceiver.layers]
     for module in modules:
         module.register_forward_hook(lambda module, inputs, output: graphs.append(output.requires_grad))
@@ -136,12 +135,12 @@ def test_what_is_frozen_keeps_no_activations(task, checkpoint):
 def test_layers_that_the_checkpoint_does_not_have_are_trained(tiny_model, tmp_path):
     tiny_model(AdaPerceiverForImageClassification).save_pretrained(tmp_path / "classifier", save_code=False)
     args = finetuning.FineTuningArguments(model=str(tmp_path / "classifier"))
-    model = finetuning.load_model(args, AdaPerceiverForSemanticSegmentation, ["a", "b"])
+    model = finetuning.load_model(args, "image-segmentation", ["a", "b"])
     trained = {name.split(".")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"adaperceiver", "feature_adapter", "head"}
     assert not any(p.requires_grad for p in model.adaperceiver.layers.parameters())
     args.train_all = True
-    assert all(p.requires_grad for p in finetuning.load_model(args, AdaPerceiverForDepthEstimation, None).parameters())
+    assert all(p.requires_grad for p in finetuning.load_model(args, "depth-estimation", None).parameters())
 
 
 def test_a_new_task_with_as_many_classes_inherits_no_scores(tiny_model, arguments, tmp_path, caplog):

@@ -1,7 +1,5 @@
 """Data of one's own without a recipe: nothing is inherited from the rendered scenes, and each script says what it uses."""
 
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from adaperceiver import AdaPerceiverForImageClassification
-from adaperceiver.training.arguments import as_options, recipe_for
+from adaperceiver.training.arguments import RECIPES, as_options, recipe_for
 
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
@@ -148,11 +146,11 @@ def test_dense_data_are_not_shrunk_to_the_pixels_of_scenes(kind, checkpoint, tmp
 
 
 def test_the_recipe_of_the_scenes_is_for_scenes_alone():
-    scenes, own = Path("scenes.yaml"), Path("own.yaml")
+    scenes, own = "scenes.yaml", "own.yaml"
     for arguments in ([], ["--dataset", "scenes"], ["--dataset=scenes", "--steps", "3"], ["--model", "x"]):
-        assert recipe_for(arguments, scenes, own) == scenes
+        assert recipe_for(arguments, scenes, own) == RECIPES / scenes
     for arguments in (["--dataset", "x"], ["--dataset=x"], ["--steps", "3", "--dataset", "a", "b", "--flip", "true"]):
-        assert recipe_for(arguments, scenes, own) == own
+        assert recipe_for(arguments, scenes, own) == RECIPES / own
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import math
 
-import datasets
-import evaluate
 import torch
+from datasets import Sequence, Value
 
 from adaperceiver.evaluation.running_sums import RunningSums
 
@@ -21,6 +20,12 @@ class DepthEstimation(RunningSums):
     clamped to that range. `crop` is "eigen", the part of NYUv2's frames that the literature evaluates, or "none".
     """
 
+    inputs = (
+        "predictions and references: metres (batch, height, width) or (batch, 1, height, width); predictions of another size "
+        "are resized to the references."
+    )
+    features = dict.fromkeys(("predictions", "references"), Sequence(Sequence(Value("float32"))))
+
     def __init__(self, min_depth: float = 0.001, max_depth: float = 10.0, crop: str = "eigen", **of_load):
         if not 0 < min_depth < max_depth:
             raise ValueError(f"`min_depth` must be between 0 and `max_depth`, {max_depth}, got {min_depth}.")
@@ -28,18 +33,6 @@ class DepthEstimation(RunningSums):
             raise ValueError(f"`crop` must be 'eigen' or 'none', got {crop!r}.")
         self.min_depth, self.max_depth, self.crop = min_depth, max_depth, crop
         super().__init__(torch.zeros(len(SCORES) + 2, dtype=torch.float64), **of_load)
-
-    def _info(self) -> evaluate.MetricInfo:
-        metres = datasets.Sequence(datasets.Sequence(datasets.Value("float32")))
-        return evaluate.MetricInfo(
-            description=type(self).__doc__,
-            citation="",
-            inputs_description=(
-                "\n\npredictions and references: metres (batch, height, width) or (batch, 1, height, width);"
-                " predictions of another size are resized to the references."
-            ),
-            features=datasets.Features({"predictions": metres, "references": metres}),
-        )
 
     def add_batch(self, *, predictions, references) -> None:
         """Adds a batch."""

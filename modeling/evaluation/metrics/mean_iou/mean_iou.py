@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import datasets
-import evaluate
 import numpy as np
 import torch
+from datasets import Sequence, Value
 
 from adaperceiver.evaluation.running_sums import RunningSums
 
@@ -19,23 +18,17 @@ class MeanIou(RunningSums):
     and classes start at 1: 0 is ignored too, and the rest moves down by one.
     """
 
+    inputs = (
+        "predictions: classes (batch, height, width) or logits (batch, num_labels, height, width); references: classes "
+        "(batch, height, width). Lists may hold maps of different sizes."
+    )
+    features = dict.fromkeys(("predictions", "references"), Sequence(Sequence(Value("int64"))))
+
     def __init__(self, num_labels: int, ignore_index: int = 255, reduce_labels: bool = False, **of_load):
         if num_labels < 1:
             raise ValueError(f"`num_labels` must be from 1 up, got {num_labels}.")
         self.num_labels, self.ignore_index, self.reduce_labels = num_labels, ignore_index, reduce_labels
         super().__init__(torch.zeros(num_labels, num_labels, dtype=torch.int64), **of_load)
-
-    def _info(self) -> evaluate.MetricInfo:
-        classes = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
-        return evaluate.MetricInfo(
-            description=type(self).__doc__,
-            citation="",
-            inputs_description=(
-                "\n\npredictions: classes (batch, height, width) or logits (batch, num_labels, height, width); references:"
-                " classes (batch, height, width). Lists may hold maps of different sizes."
-            ),
-            features=datasets.Features({"predictions": classes, "references": classes}),
-        )
 
     def add_batch(self, *, predictions, references) -> None:
         """Adds a batch."""

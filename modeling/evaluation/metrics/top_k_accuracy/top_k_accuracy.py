@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import datasets
-import evaluate
 import torch
 
 from adaperceiver.evaluation.running_sums import RunningSums
@@ -16,20 +15,14 @@ class TopKAccuracy(RunningSums):
     `state` (len(k) + 1) holds how many labels were found for each `k`, and the number of samples.
     """
 
+    inputs = "predictions: logits (batch, classes); references: labels (batch)."
+    features = {"predictions": datasets.Sequence(datasets.Value("float32")), "references": datasets.Value("int64")}
+
     def __init__(self, k: int | Sequence[int] = (1, 5), **of_load):
         self.k = [k] if isinstance(k, int) else list(k)
         if not self.k or len(set(self.k)) < len(self.k) or min(self.k) < 1:
             raise ValueError(f"`k` must be different numbers from 1 up, got {k}.")
         super().__init__(torch.zeros(len(self.k) + 1, dtype=torch.int64), **of_load)
-
-    def _info(self) -> evaluate.MetricInfo:
-        logits = datasets.Sequence(datasets.Value("float32"))
-        return evaluate.MetricInfo(
-            description=type(self).__doc__,
-            citation="",
-            inputs_description="\n\npredictions: logits (batch, classes); references: labels (batch).",
-            features=datasets.Features({"predictions": logits, "references": datasets.Value("int64")}),
-        )
 
     def add_batch(self, *, predictions, references) -> None:
         """Adds a batch."""
