@@ -24,7 +24,8 @@ lint: .venv/installed
 	sed -E '/^\[rules\.($(NOT_OURS))\]/,/^default_enabled/s/^default_enabled = true/default_enabled = false/' \
 	    "$$($(BIN)/python -c 'import mlinter; print(mlinter.__path__[0])')/rules.toml" > .venv/lint/rules.toml
 	$(BIN)/mlinter --no-progress --rules-toml .venv/lint/rules.toml modeling configuration
-	ln -s $(CURDIR)/modeling/*.py $(CURDIR)/configuration .venv/lint/adaperceiver/
+	ln -s $(CURDIR)/modeling/*.py $(CURDIR)/configuration $(CURDIR)/modeling/training $(CURDIR)/modeling/evaluation \
+	    .venv/lint/adaperceiver/
 	cd .venv/lint && ../bin/mypy --config-file ../../pyproject.toml -p adaperceiver
 
 # The folders in checkpoints/ load as from the hub; a new one gets links to the code.

@@ -6,7 +6,7 @@ Each suite gives rows; `SUITES` names them.
 
 import platform
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,9 +72,7 @@ class Benchmark:
     seconds: float = 0  # go on with a comparison for this long
     progress: bool = True
 
-    def times(
-        self, runs: Mapping[Hashable, Callable[[], Any]], name: str, repeats: int | None = None
-    ) -> dict[Hashable, float]:
+    def times(self, runs: Mapping[Any, Callable[[], Any]], name: str, repeats: int | None = None) -> dict[Any, float]:
         return interleaved(runs, repeats or self.repeats, self.seconds, name if self.progress else None)
 
     def row(self, suite: str, name: str, ratio: float, target: str, times: dict[str, float] | None = None) -> Row:

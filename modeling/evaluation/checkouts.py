@@ -40,7 +40,7 @@ TURN = 0.1  # seconds that a worker repeats a quick call for, so that the change
 def load(checkout: Path) -> None:
     """Make `import adaperceiver` mean this checkout, whatever is installed."""
     folders = [checkout / "modeling", checkout]  # `adaperceiver.configuration` lies beside `modeling`
-    spec = importlib.util.spec_from_file_location(
+    spec: Any = importlib.util.spec_from_file_location(
         "adaperceiver", folders[0] / "__init__.py", submodule_search_locations=[str(folder) for folder in folders]
     )
     sys.modules["adaperceiver"] = importlib.util.module_from_spec(spec)
@@ -121,7 +121,8 @@ def work(checkout: str, descriptor: str, threads: str) -> None:
                 output = torch.stack([output, *gradients])
             connection.send(output.numpy())
             continue
-        times, begin = [], time.perf_counter()
+        times: list[float] = []
+        begin = time.perf_counter()
         while not times or time.perf_counter() - begin < seconds:
             start = time.perf_counter()
             run()
@@ -179,7 +180,8 @@ def compare(other: Path, output: Path, names: Iterable[str], smoke: bool, repeat
     print(f"{'case':22} {'batch':>5} {'this ms':>9} {'other ms':>9} {'ratio':>6}  quartiles of the ratio")
     rows, slower = [], []
     for size, batch, case in keys:
-        times, order, begin = {this: [], that: []}, [this, that], time.perf_counter()
+        times: dict[Worker, list[float]] = {this: [], that: []}
+        order, begin = [this, that], time.perf_counter()
         while len(times[that]) < repeats or time.perf_counter() - begin < seconds:
             for worker in order:
                 times[worker].append(worker.ask(size, batch, case, TURN))

@@ -135,7 +135,7 @@ def evaluate_grid(
     for pixel_values, targets in batches:
         image_size = tuple(pixel_values.shape[-2:])
         for width in widths:
-            by_tokens = {}
+            by_tokens: dict[int, list[torch.Tensor]] = {}
             for count, depth, prediction in predictions(model, pixel_values, tokens, width, read_out):
                 if depth in depths:
                     add(metrics[Point(count, width, depth)], prediction, targets)
@@ -277,7 +277,8 @@ def evaluate_classifier(
 
 def pareto(rows: Sequence[dict[str, Any]], cost: str, score: str, higher_is_better: bool) -> list[dict[str, Any]]:
     """The Pareto-optimal rows, from cheapest to most expensive."""
-    front, sign = [], 1 if higher_is_better else -1
+    front: list[dict[str, Any]] = []
+    sign = 1 if higher_is_better else -1
     for row in sorted(rows, key=lambda row: (row[cost], -sign * row[score])):
         if not front or sign * row[score] > sign * front[-1][score]:
             front.append(row)

@@ -237,7 +237,7 @@ def time_rows(
             model(pixel_values[images], **({"policy": call.policy(images)} if isinstance(call, Oracle) else call))
 
     sizes = {"ms_batch_1": 1, "ms_large_batch": batch_size}
-    times = {(row.policy, name): [] for row in rows for name in sizes}
+    times: dict[tuple[str, str], list[float]] = {(row.policy, name): [] for row in rows for name in sizes}
     with tqdm(total=repeats * len(rows), desc="times", unit="row") as bar:
         for turn in range(1, repeats + 1):
             for row in rows:

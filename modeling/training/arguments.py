@@ -62,8 +62,8 @@ class Parser(HfArgumentParser):
         if options.get("action") == "store_false":  # the negation that HfArgumentParser adds to some booleans
             return None
         if options.get("type") is string_to_bool:
-            shared = {name: options[name] for name in ("default", "help") if name in options}
-            options = {**shared, "action": Switch}
+            options = {name: value for name, value in options.items() if name in ("default", "help")}
+            options["action"] = Switch
         if options.get("nargs") == "+":
             options["nargs"] = "*"
         return super().add_argument(*names, **options)

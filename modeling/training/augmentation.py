@@ -76,7 +76,7 @@ class Augment:
 
     def cropped(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
         """Images of one size are cropped together."""
-        by_size = {}
+        by_size: dict[torch.Size, list[int]] = {}
         for place, image in enumerate(images):
             by_size.setdefault(image.shape, []).append(place)
         crops = [self.crop(torch.stack([images[place] for place in places]) / 255) for places in by_size.values()]

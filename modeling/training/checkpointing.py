@@ -46,9 +46,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load_newest(folder: Path, accelerator: Accelerator) -> None:
     """Load the newest checkpoint of a run, if it has one."""
-    *earlier, newest = checkpoints(folder) or [None]
-    if newest is None:
+    found = checkpoints(folder)
+    if not found:
         return
+    *earlier, newest = found
     try:
         accelerator.load_state(str(newest))
     except Exception as error:  # whatever reads the damaged file raises

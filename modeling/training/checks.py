@@ -18,7 +18,7 @@ AXES = ("tokens", "depth", "width")
 SHIPPED = str(Path(__file__).parents[2] / "checkpoints" / "adaperceiver-tiny-cifar10")  # of a checkout
 
 
-def require(arguments: Any, allowed: str, holds: Callable[[Any], bool], *names: str) -> None:
+def require(arguments: Any, allowed: str, holds: Callable[[Any], Any], *names: str) -> None:
     """Raise unless `holds` is true of each of the named fields of a dataclass; None is always allowed."""
     for name in names:
         value = getattr(arguments, name)

@@ -242,7 +242,9 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
     """
     feature = split.features["label"]
     own = feature.names if isinstance(feature, ClassLabel) else None
-    chosen = None if args is None else args.label_map or (LABEL_MAPS.get(args.dataset) if own is None else None)
+    if args is None:
+        return own
+    chosen = args.label_map or (LABEL_MAPS.get(args.dataset) if own is None else None)
     if chosen is None:
         return own
     names = read_label_map(chosen)
@@ -264,7 +266,7 @@ def read_label_map(name: str) -> list[str]:
     if not path.is_file():
         raise ValueError(f"--label_map must be a file or one of {', '.join(known_label_maps())}, got {name}.")
     names = [line.strip() for line in path.read_text().splitlines()]
-    seen = {}
+    seen: dict[str, int] = {}
     for line, label in enumerate(names, start=1):
         if not label or label in seen:
             problem = f"repeats {label!r} of line {seen[label]}" if label else "is empty"

@@ -71,7 +71,8 @@ class PairedAugment:
         factors = [ratio * wanted / side for wanted, side in zip(self.size, target.shape)]
         if self.args.keep_aspect:
             factors = [max(factors)] * 2
-        window, resized, margins = [], [], []
+        window, resized = [], []
+        margins: list[int] = []
         for wanted, side, factor in zip(self.size, target.shape, factors):
             length = min(side, max(round(wanted / factor), 1))  # of the window; the whole side if it fits
             start = int(torch.randint(side - length + 1, ()))

@@ -23,7 +23,7 @@ from .teacher import CachedMicroBatches, Teacher, cache_views, stem_of
 
 @dataclass
 class DistillationData(DataArguments):
-    dataset: list[str] = HfArg(
+    dataset: list[str] = HfArg(  # type: ignore[assignment]  # one or several, where others have one
         default_factory=lambda: ["scenes"],
         help='"scenes" (procedural), a hub id, an image folder, a parquet file or folder, or *.tar shards; or several of '
         "them. --distill features needs no labels.",
@@ -130,7 +130,7 @@ def load_teacher(session: Session, args: DistillationArguments) -> Teacher:
 
 def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiverForImageClassification:
     model_class = AdaPerceiverForDistillation if args.distill == "features" else AdaPerceiverForImageClassification
-    changes = {"adaptive_axes": args.adaptive_axes}
+    changes: dict[str, Any] = {"adaptive_axes": args.adaptive_axes}
     if args.distill == "features":
         changes["feature_size"] = teacher.feature_size()
     labels = {"id2label": teacher.id2label, "label2id": {name: i for i, name in teacher.id2label.items()}}
@@ -151,7 +151,11 @@ def build_student(args: DistillationArguments, teacher: Teacher) -> AdaPerceiver
 
 
 def student_from(
-    args: DistillationArguments, model_class: type, teacher: Teacher, labels: dict, changes: dict
+    args: DistillationArguments,
+    model_class: type[AdaPerceiverForImageClassification],
+    teacher: Teacher,
+    labels: dict,
+    changes: dict,
 ) -> AdaPerceiverForImageClassification:
     """
     The checkpoint of `--init_from`: with its own classifier, or with a new one if the teacher's logits are of other classes.
@@ -192,12 +196,12 @@ def micro_batches(
         return partial(StreamedMicroBatches, stream, size, augment, run.seed)
     if not args.cached_views:
         return MicroBatches(dataset, size, augment, run.seed)
-    folder, grid = Path(run.output_dir).parent, grid if args.distill == "features" else None
+    folder, of_features = Path(run.output_dir).parent, grid if args.distill == "features" else None
     views = cache_views(
-        dataset, augment, teacher, args.cached_views, folder, run.seed, data.workers, accelerator, grid
+        dataset, augment, teacher, args.cached_views, folder, run.seed, data.workers, accelerator, of_features
     )
-    moves = {"flips": args.cached_flips, "shift": args.cached_shift, "answer": args.distill}
-    return CachedMicroBatches(views, args.cached_views, len(dataset), size, run.seed, **moves)
+    moves = (args.cached_flips, args.cached_shift, args.distill)
+    return CachedMicroBatches(views, args.cached_views, len(dataset), size, run.seed, *moves)
 
 
 def distillation_loss(
@@ -236,7 +240,8 @@ def evaluate_logits(model, dataset, processor, accelerator, size: int = 250) -> 
 def evaluate_features(model, dataset, processor, accelerator, teacher: Teacher, size: int = 64) -> dict[str, Any]:
     """Cosine between the features of student and teacher, of the full model and along each axis from there."""
     config = model.config
-    calls = {"": [{}], "_by_tokens": [{"tokens": tokens} for tokens in config.token_granularities]}
+    calls: dict[str, list[dict[str, int]]] = {"": [{}]}
+    calls["_by_tokens"] = [{"tokens": tokens} for tokens in config.token_granularities]
     calls["_by_width"] = [{"width": width} for width in config.widths]
     calls["_by_depth"] = [{"depth": depth} for depth in range(1, config.num_hidden_layers + 1)]
     totals = {name: torch.zeros(len(points) + 1, device=accelerator.device) for name, points in calls.items()}

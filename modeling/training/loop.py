@@ -255,7 +255,8 @@ def draws(
     `draw(batch, step)` is what a micro-batch trains in a step: one draw for the whole effective batch, whoever computes it.
     `fields` are those of `OnceForAll`.
     """
-    args, drawn = session.optimization, {}
+    args = session.optimization
+    drawn: dict[int, OnceForAll] = {}
     per_step = args.batch_size // args.micro_batch_size
 
     def draw(batch: dict, step: int) -> OnceForAll:

@@ -71,7 +71,7 @@ def scene(index: int, seed: int = 0, size: int = 32) -> dict[str, Any]:
     # Objects from near to far, the first close to the lower edge; from left to right they take turns at random.
     count = rng.integers(5, MAX_OBJECTS + 1)
     kinds = rng.integers(len(LABELS), size=MAX_OBJECTS)
-    distances = np.append(1, np.sort(draw(1.15, 3.5, MAX_OBJECTS - 1)))  # relative to the nearest
+    distances: np.ndarray = np.append(1, np.sort(draw(1.15, 3.5, MAX_OBJECTS - 1)))  # relative to the nearest
     depths = CAMERA_HEIGHT / (1 - horizon) * draw(1.02, 1.4) * distances
     sizes = draw(0.2, 0.32, MAX_OBJECTS)
     turns = (np.argsort(draw(0, 1, MAX_OBJECTS)) % count + draw(0, 1, MAX_OBJECTS)) / count
@@ -84,7 +84,7 @@ def scene(index: int, seed: int = 0, size: int = 32) -> dict[str, Any]:
     tiles = (np.floor(floor_depth + shift) + np.floor(2 * (u - 0.5) * floor_depth + shift)) % 2
     shade = np.where(floor_depth < wall_depth, 0.8 + 0.4 * tiles, 0.7 + 0.6 * v)
     image = shade[..., None] * np.where((floor_depth < wall_depth)[..., None], floor, wall)
-    mask = np.zeros((size, size), np.uint8)
+    mask: np.ndarray = np.zeros((size, size), np.uint8)
     for nth in reversed(range(count)):  # what is nearer covers what is farther
         x, y = 2 * (u - lefts[nth]) / sizes[nth] - 1, 2 * (v - bottoms[nth]) / sizes[nth] + 1
         covered = KINDS[LABELS[kinds[nth]]](x, y)

@@ -169,7 +169,7 @@ class CachedMicroBatches(MicroBatches):
         shift: int = 0,
         answer: str = "logits",
     ):
-        super().__init__(range(images), size, None, seed)
+        super().__init__(range(images), size, None, seed)  # type: ignore[arg-type]  # the views are there
         self.flips, self.answer, names = flips, answer, ("images", "labels", answer)
         self.files = [
             [np.load(folder / f"view{v}" / f"{name}.npy", mmap_mode="r") for name in names] for v in range(views)
@@ -226,10 +226,8 @@ def cache_views(
     description += [] if grid is None else [grid]
     folder = folder / f"views-{hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]}"
     count, size = len(dataset), 64
-    if grid is None:
-        answer, shape = "logits", (len(teacher.id2label),)
-    else:
-        answer, shape = "features", (grid[0] * grid[1], teacher.feature_size())
+    answer = "logits" if grid is None else "features"
+    shape = (len(teacher.id2label),) if grid is None else (grid[0] * grid[1], teacher.feature_size())
     arrays = {
         "images": (np.uint8, (count, 3, augment.size, augment.size)),
         "labels": (np.int64, (count,)),
@@ -258,7 +256,7 @@ def cache_views(
             np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
             for name, (dtype, shape) in arrays.items()
         )
-        unreadable = np.ones(count, dtype=bool)
+        unreadable: np.ndarray = np.ones(count, dtype=bool)
         for batch in tqdm(loader, desc=f"view {view + 1} of {views}", disable=not accelerator.is_local_main_process):
             rows = batch["indices"].numpy()
             kept = (batch["images"] * 255).round()
