@@ -96,12 +96,10 @@ def counted_flops(model, pixel_values, **point):
     return counter.get_total_flops()
 
 
-def run(code, folder, python_path=None):
+def run(code, folder, python=sys.executable):
     """What a fresh Python prints, started in `folder`, away from the repository."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if python_path is not None:
-        environment["PYTHONPATH"] = str(python_path)
-    command = [sys.executable, "-c", code]
+    command = [str(python), "-c", code]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

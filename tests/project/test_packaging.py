@@ -5,6 +5,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -70,10 +71,22 @@ def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
         assert {file for file in files if file.suffix in (".py", ".txt", ".yaml")} >= expected
 
 
-def test_the_wheel_finds_its_labels_metrics_and_recipes(wheel, tmp_path):
-    unzipped, elsewhere = tmp_path / "unzipped", tmp_path / "elsewhere"
-    zipfile.ZipFile(wheel).extractall(unzipped)
-    elsewhere.mkdir()
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A virtual environment far from the repository with the wheel, and with the libraries of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    options = ["install", "--no-deps", "--no-index", "--quiet", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *options], check=True)
+    packages = Path(run("import sysconfig; print(sysconfig.get_path('purelib'))", folder, python))
+    # Only folders: what makes this checkout importable here is a file that is read in `site-packages` itself.
+    (packages / "libraries.pth").write_text("\n".join(path for path in sys.path if "packages" in Path(path).name))
+    return python, packages / "adaperceiver"
+
+
+def test_an_installed_wheel_finds_its_labels_metrics_and_recipes(installed, tmp_path):
+    python, package = installed
     code = """
 from adaperceiver.evaluation.grid import metrics_for
 from adaperceiver.training.arguments import known_recipes
@@ -81,25 +94,23 @@ from adaperceiver.training.data import read_label_map
 metric = metrics_for("image-segmentation", 3)()
 print(len(read_label_map("ade20k")), type(metric).__name__, *known_recipes())
 """
-    labels, metric, *recipes = run(code, elsewhere, python_path=unzipped).split()
+    labels, metric, *recipes = run(code, tmp_path, python).split()
     assert (labels, metric) == ("150", "MeanIou")
-    assert {Path(recipe) for recipe in recipes} == set((unzipped / "adaperceiver" / "recipes").glob("*.yaml"))
+    assert {Path(recipe) for recipe in recipes} == set((package / "recipes").glob("*.yaml"))
     assert len(recipes) > 10
 
 
-def test_the_wheel_imports_without_the_repository(wheel, tmp_path):
-    unzipped, elsewhere = tmp_path / "unzipped", tmp_path / "elsewhere"
-    zipfile.ZipFile(wheel).extractall(unzipped)
-    elsewhere.mkdir()
+def test_an_installed_wheel_imports_without_the_repository(installed, tmp_path):
+    python, package = installed
     code = """
 import sys
 import adaperceiver
 adaperceiver.AdaPerceiverModel
 print(*sorted(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "adaperceiver"))
 """
-    files = run(code, elsewhere, python_path=unzipped).split()
-    assert str(unzipped / "adaperceiver" / "__init__.py") in files
-    assert all(Path(file).is_relative_to(unzipped) for file in files)
+    files = run(code, tmp_path, python).split()
+    assert str(package / "__init__.py") in files
+    assert all(Path(file).is_relative_to(package) for file in files)
 
 
 def imported(path):
