@@ -102,7 +102,9 @@ def load_splits(args: DataArguments, labelled: bool = True) -> tuple[Dataset | I
     Training and validation data with the columns `image` (not decoded) and `label`, whatever they come from. Where they need
     not be `labelled`, a column of classes is kept if there is one.
     """
-    train, validation = two_splits(stored_splits(args), args, partial(standard_columns, args=args, labelled=labelled))
+    train, validation = two_splits(
+        stored_splits(args, streaming=args.streaming), args, partial(standard_columns, args=args, labelled=labelled)
+    )
     return subset(train, args.train_samples), subset(validation, args.validation_samples)
 
 
@@ -128,13 +130,14 @@ def load_scored(args: DataArguments, split: str | None) -> Dataset | IterableDat
     """
     if split == "validation":
         return load_splits(args)[1]
-    name, rows = scored_split(stored_splits(args), args.dataset, split)
+    name, rows = scored_split(stored_splits(args, streaming=args.streaming), args.dataset, split)
     return subset(standard_columns(rows, name, args), args.validation_samples)
 
 
-def stored_splits(args: DataArguments) -> Mapping[str, Dataset | IterableDataset]:
+def stored_splits(args: SplitArguments, **options: Any) -> Mapping[str, Dataset | IterableDataset]:
+    """`options` are those of `load_dataset`."""
     if args.dataset != "scenes":
-        return load_any(args.dataset, args.dataset_config, streaming=args.streaming)
+        return load_any(args.dataset, args.dataset_config, **options)
     train, validation = args.train_samples or 8000, args.validation_samples or 1000
     return {"train": scenes(train, split="train"), "validation": scenes(validation, split="validation")}
 

@@ -37,7 +37,8 @@ class PairedAugment:
     Random views of images and their targets: the same window and flip for both, colours for the image alone.
 
     Images are resampled smoothly, targets by nearest neighbour; depths stay what they are, whatever the scale. Around the
-    image a mask is 255 and a depth 0. kornia's joint augmentation needs a batch of one size; here every image has its own.
+    image a mask is 255 and a depth 0. Windows are taken by hand, since kornia's joint augmentation needs a batch of one size,
+    and here every image has its own.
     """
 
     def __init__(self, args: DenseAugmentation, size: tuple[int, int], task: str):
@@ -47,7 +48,9 @@ class PairedAugment:
         self.fill = IGNORED if task == "image-segmentation" else 0
         self.dtype = DTYPES[task]
         jitter = {name: getattr(args, name) for name in ("brightness", "contrast", "saturation", "hue")}
-        self.jitter = K.ColorJitter(**jitter) if any(jitter.values()) else None
+        joint = [K.RandomHorizontalFlip()] if args.flip else []
+        joint += [K.ColorJitter(**jitter)] if any(jitter.values()) else []
+        self.joint = K.AugmentationSequential(*joint, data_keys=["input", "mask"]) if joint else None
 
     def __call__(self, images: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], seed: Sequence[int]) -> dict:
         """
@@ -57,12 +60,10 @@ class PairedAugment:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(*seed))
             views, labels = zip(*(self.view(*pair) for pair in zip(images, targets)))
-            views, labels = torch.stack(views), torch.stack(labels)
-            if self.args.flip:
-                flipped = torch.rand(len(views)) < 0.5
-                views[flipped], labels[flipped] = views[flipped].flip(-1), labels[flipped].flip(-1)
-            views = views if self.jitter is None else self.jitter(views)
-        return {"images": views.clamp(0, 1), "labels": labels.to(self.dtype)}
+            views, labels = torch.stack(views), torch.stack(labels)[:, None]
+            if self.joint is not None:
+                views, labels = self.joint(views, labels)
+        return {"images": views.clamp(0, 1), "labels": labels[:, 0].to(self.dtype)}
 
     def view(self, image: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A window of both, in the size of the view; targets as float32, which holds classes exactly."""

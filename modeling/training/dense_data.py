@@ -1,11 +1,11 @@
 """
-Images with masks or depth maps for the training scripts: one function for each data set, and a check of all samples before a
+Images with masks or depth maps for the training scripts: how each data set is read, and a check of all samples before a
 training starts.
 
 ```python
-train, validation = ade20k("path/to/ADEChallengeData2016")
+train, validation = load_dense_splits(DenseDataArguments(dataset="path/to/ADEChallengeData2016"), "image-segmentation")
 train[0]["mask"]  # (height, width) uint8: classes from 0, and 255 for ignored pixels
-train, validation = nyuv2("path/to/nyu_depth_v2_labeled.mat")
+train, validation = load_dense_splits(DenseDataArguments(dataset="nyu_depth_v2_labeled.mat"), "depth-estimation")
 train[0]["depth"]  # (height, width) float32: metres, and 0 where nothing was measured
 ```
 
@@ -41,11 +41,12 @@ from .data import (
     own_pairs,
     read_label_map,
     scored_split,
+    stored_splits,
     subset,
     two_splits,
 )
 from .dense_targets import DTYPES, IGNORED, TARGETS, Encoding
-from .scenes import MASK_LABELS, scenes
+from .scenes import MASK_LABELS
 
 
 TARGET_NAMES = {
@@ -92,7 +93,10 @@ class Stored(NamedTuple):
 
 def load_dense_splits(args: DenseDataArguments, task: str) -> tuple[Dataset, Dataset]:
     """Training and validation data with the columns `image` (not decoded), `mask` or `depth`, and `id`."""
-    return standard_splits(stored_pairs(args, task), args)
+    splits, encoding = stored_pairs(args, task)
+    standard = partial(standard_columns, args=args, encoding=chosen_encoding(encoding, args))
+    train, validation = two_splits(splits, args, standard)
+    return subset(train, args.train_samples), subset(validation, args.validation_samples)
 
 
 def load_dense_scored(args: DenseDataArguments, task: str, split: str | None) -> Dataset:
@@ -108,11 +112,10 @@ def load_dense_scored(args: DenseDataArguments, task: str, split: str | None) ->
 def stored_pairs(args: DenseDataArguments, task: str) -> Stored:
     if task not in TARGETS:
         raise ValueError(f"`task` must be one of {', '.join(TARGETS)}, got {task!r}.")
-    if args.dataset == "scenes":
-        return stored_scenes(args.train_samples or 8000, args.validation_samples or 1000, task)
     kind = args.encoding or recognised(args.dataset)
-    if kind is None:
-        return Stored(load_any(args.dataset, args.dataset_config), Encoding(task))
+    if kind is None or args.dataset == "scenes":
+        names = MASK_LABELS if args.dataset == "scenes" else ()
+        return Stored(stored_splits(args), Encoding(task, tuple(names)))
     loaders = {
         "ade20k": (stored_ade20k, "image-segmentation"),
         "camvid": (stored_camvid, "image-segmentation"),
@@ -130,12 +133,8 @@ def recognised(source: str) -> str | None:
     return "nyuv2" if source == NYUV2 or nyuv2_file(source) else None
 
 
-def ade20k(source: str = ADE20K, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 is ignored."""
-    return standard_splits(stored_ade20k(source), args, source)
-
-
 def stored_ade20k(source: str) -> Stored:
+    """Scenes, 150 classes: from the hub, a folder of parquet files or the official tree. Stored 0 is ignored."""
     if tree := ade20k_tree(source):
         folders = {"train": "training", "validation": "validation"}
         splits = {
@@ -154,12 +153,8 @@ def ade20k_tree(source: str) -> Path | None:
     return next((one for one in folders if (one / "images").is_dir() and (one / "annotations").is_dir()), None)
 
 
-def camvid(source: str, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 is ignored."""
-    return standard_splits(stored_camvid(source), args, source)
-
-
 def stored_camvid(source: str) -> Stored:
+    """Streets, 11 classes: from a folder of parquet files, or of train, trainannot, val, valannot. 11 is ignored."""
     if Path(source, "trainannot").is_dir():
         names = ["train", "val", *(["test"] if Path(source, "testannot").is_dir() else [])]
         splits = {name: paired_files(Path(source, name), Path(source, f"{name}annot")) for name in names}
@@ -168,12 +163,8 @@ def stored_camvid(source: str) -> Stored:
     return Stored(splits, Encoding("image-segmentation", tuple(read_label_map("camvid")), ignored_class=11))
 
 
-def nyuv2(source: str = NYUV2, args: DenseDataArguments | None = None) -> tuple[Dataset, Dataset]:
-    """Rooms: from the hub, a folder of parquet files or shards, or the official labelled file (795 and 654 images)."""
-    return standard_splits(stored_nyuv2(source), args, source)
-
-
 def stored_nyuv2(source: str) -> Stored:
+    """Rooms: from the hub, a folder of parquet files or shards, or the official labelled file (795 and 654 images)."""
     file = nyuv2_file(source)
     return Stored(nyuv2_official(file) if file else load_any(source), Encoding("depth-estimation"))
 
@@ -238,17 +229,6 @@ def nyuv2_rows(file: str, numbers: Sequence[int], version: tuple[int, int]) -> I
             }
 
 
-def dense_scenes(
-    train: int = 8000, validation: int = 1000, task: str = "image-segmentation"
-) -> tuple[Dataset, Dataset]:
-    return standard_splits(stored_scenes(train, validation, task))
-
-
-def stored_scenes(train: int, validation: int, task: str) -> Stored:
-    splits = {"train": scenes(train), "validation": scenes(validation, split="validation")}
-    return Stored(splits, Encoding(task, tuple(MASK_LABELS)))
-
-
 def paired_files(images: Path, targets: Path) -> Dataset:
     """The files of two folders, paired by name."""
     for folder in (images, targets):
@@ -267,16 +247,6 @@ def paired_files(images: Path, targets: Path) -> Dataset:
         "id": [file.stem for file in files],
     }
     return Dataset.from_dict(columns, features=Features(image=Image(), mask=Image(), id=Value("string")))
-
-
-def standard_splits(
-    stored: Stored, args: DenseDataArguments | None = None, source: str | None = None
-) -> tuple[Dataset, Dataset]:
-    args = args or DenseDataArguments()
-    args = args if source is None else replace(args, dataset=str(source))
-    standard = partial(standard_columns, args=args, encoding=chosen_encoding(stored.encoding, args))
-    train, validation = two_splits(stored.splits, args, standard)
-    return subset(train, args.train_samples), subset(validation, args.validation_samples)
 
 
 def chosen_encoding(encoding: Encoding, args: DenseDataArguments) -> Encoding:

@@ -1,4 +1,4 @@
-"""examples/dense_data.py, and label maps: every layout, pairs that stay pairs, and data that are bad in one way each."""
+"""Masks, depth maps and label maps: every layout, pairs that stay pairs, and data that are bad in one way each."""
 
 import io
 import sys
@@ -108,6 +108,16 @@ def write_label_map(path, count):
     return str(path)
 
 
+def splits_of(kind, source, **options):
+    """Training and validation data of an encoding."""
+    args = DenseDataArguments(dataset=str(source), encoding=kind, **options)
+    return dense_data.load_dense_splits(args, "depth-estimation" if kind == "nyuv2" else "image-segmentation")
+
+
+def dense_scenes(train, validation, task):
+    return dense_data.load_dense_splits(DenseDataArguments(train_samples=train, validation_samples=validation), task)
+
+
 # ------------------------------------------------------------------------------------------------------------ layouts
 
 
@@ -174,7 +184,7 @@ def test_camvid_leaves_its_last_class_out(form, tmp_path):
                 (source / folder).mkdir(parents=True)
                 for index, array in enumerate(arrays):
                     Image.fromarray(array).save(source / folder / f"{index}.png")
-    train, validation = dense_data.camvid(str(source))
+    train, validation = splits_of("camvid", source)
     for split in (train, validation):
         dense_data.check_samples(split, "image-segmentation", 11)
         assert_equal(split[1]["mask"].numpy(), np.where(masks[1] == 11, 255, masks[1]))
@@ -194,7 +204,7 @@ def write_nyu(folder, count=5, splits=True):
 
 
 def test_loading_copies_no_data(tmp_path):
-    train, _ = dense_data.nyuv2(str(write_nyu(tmp_path / "nyu")))
+    train, _ = splits_of("nyuv2", write_nyu(tmp_path / "nyu"))
     (file,) = {Path(entry["filename"]) for entry in train.cache_files}
     assert list(file.parent.glob("*.arrow")) == [file]
 
@@ -212,7 +222,7 @@ def test_nyuv2_comes_from_the_official_file_with_the_official_split(tmp_path):
         assert_equal(data.decode(test[1]["image"]).permute(1, 2, 0).numpy(), picture(2))
     write_nyu(folder, count=4)
     with pytest.raises(ValueError, match="has 4 images and 4 depth maps, its split 3 and 2 up to number 5"):
-        dense_data.nyuv2(str(folder))
+        splits_of("nyuv2", folder)
 
 
 def test_without_its_split_file_nyuv2_has_the_same_official_split(tmp_path, monkeypatch):
@@ -230,7 +240,7 @@ def test_a_missing_reader_is_named(tmp_path, monkeypatch):
     folder = write_nyu(tmp_path / "nyu", splits=False)
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ValueError, match="pip install h5py"):
-        dense_data.nyuv2(str(folder))
+        splits_of("nyuv2", folder)
 
 
 def test_depth_in_whole_numbers_needs_a_scale(tmp_path):
@@ -238,12 +248,12 @@ def test_depth_in_whole_numbers_needs_a_scale(tmp_path):
     codes = [picture(index)[..., 0] for index in range(2)]
     deep = write_parquet(tmp_path / "deep", millimetres, "depth")
     coarse = write_parquet(tmp_path / "coarse", codes, "depth")
-    train, _ = dense_data.nyuv2(deep, DenseDataArguments(depth_scale=0.001))
+    train, _ = splits_of("nyuv2", deep, depth_scale=0.001)
     assert_equal(train[1]["depth"].numpy(), (millimetres[1] * 0.001).astype(np.float32))
-    train, _ = dense_data.nyuv2(coarse, DenseDataArguments(depth_scale=10 / 255, depth_offset=0.5))
+    train, _ = splits_of("nyuv2", coarse, depth_scale=10 / 255, depth_offset=0.5)
     assert_equal(train[1]["depth"].numpy(), ((codes[1] + 0.5) * (10 / 255)).astype(np.float32))
     for source, kind in ((deep, "uint16"), (coarse, "uint8")):
-        train, _ = dense_data.nyuv2(source)
+        train, _ = splits_of("nyuv2", source)
         with pytest.raises(
             ValueError, match=rf"train\[0\]: depth is stored in whole numbers \({kind}\).*--depth_scale"
         ):
@@ -253,12 +263,10 @@ def test_depth_in_whole_numbers_needs_a_scale(tmp_path):
 
 
 def test_scenes_have_masks_and_depth():
-    train, validation = dense_data.load_dense_splits(
-        DenseDataArguments(train_samples=3, validation_samples=2), "depth-estimation"
-    )
+    train, validation = dense_scenes(3, 2, "depth-estimation")
     assert (len(train), len(validation)) == (3, 2)
     assert_equal(train[2]["depth"].numpy(), scene(2)["depth"])
-    train, _ = dense_data.dense_scenes(3, 2, "image-segmentation")
+    train, _ = dense_scenes(3, 2, "image-segmentation")
     assert_equal(train[2]["mask"].numpy(), scene(2)["mask"])
     assert dense_data.mask_names(train) == MASK_LABELS
     dense_data.check_samples(train, "image-segmentation", len(MASK_LABELS))
@@ -319,7 +327,7 @@ def test_masks_with_a_palette_are_read_by_their_indices(tmp_path):
     image.putpalette(list(range(255, -1, -1)) * 3)
     assert image.mode == "P"
     image.save(file, "PNG")
-    train, _ = dense_data.camvid(write_parquet(tmp_path / "data", [{"bytes": file.getvalue(), "path": None}]))
+    train, _ = splits_of("camvid", write_parquet(tmp_path / "data", [{"bytes": file.getvalue(), "path": None}]))
     assert_equal(train[0]["mask"].numpy(), mask)
 
 
@@ -329,7 +337,7 @@ def test_an_image_on_its_side_fits_a_mask_that_stands_upright(tmp_path):
     tree = write_ade_tree(tmp_path / "tree", count=1)
     path = tree / "images" / "training" / "ADE_train_00000000.jpg"
     Image.fromarray(picture(0).transpose(1, 0, 2).copy()).save(path, exif=exif)
-    train, _ = dense_data.ade20k(str(tree))
+    train, _ = splits_of("ade20k", tree)
     dense_data.check_samples(train, "image-segmentation", 150)
     image, mask = dense_data.read_dense(train[0])
     assert image.shape[1:] == mask.shape == (HEIGHT, WIDTH)
@@ -407,9 +415,9 @@ def test_a_label_map_of_another_length_is_an_error_with_both_numbers(tmp_path):
 
     source = write_parquet(tmp_path / "ade", [classes(0)])
     with pytest.raises(ValueError, match=r"The label map has 5 names, but --dataset .* has 150 classes"):
-        dense_data.ade20k(source, DenseDataArguments(label_map=five))
+        splits_of("ade20k", source, label_map=five)
     with pytest.raises(ValueError, match=r"The label map has 150 names, but the model has 151 classes"):
-        dense_data.check_samples(dense_data.ade20k(source)[0], "image-segmentation", 151)
+        dense_data.check_samples(splits_of("ade20k", source)[0], "image-segmentation", 151)
 
 
 def test_a_bad_label_map_is_named(tmp_path):
@@ -469,9 +477,9 @@ def test_missing_files_are_named_before_anything_starts(tmp_path):
     tree = write_ade_tree(tmp_path / "tree")
     (tree / "annotations" / "training" / "ADE_train_00000001.png").unlink()
     with pytest.raises(ValueError, match=r"1 of 3 images in .*training have no mask; ADE_train_00000001\.jpg needs"):
-        dense_data.ade20k(str(tree))
+        splits_of("ade20k", tree)
     (tree / "images" / "training" / "ADE_train_00000001.jpg").unlink()
-    train, _ = dense_data.ade20k(str(tree))
+    train, _ = splits_of("ade20k", tree)
     gone = tree / "images" / "training" / "ADE_train_00000002.jpg"
     gone.unlink()
     with pytest.raises(
@@ -480,13 +488,13 @@ def test_missing_files_are_named_before_anything_starts(tmp_path):
         dense_data.check_samples(train, "image-segmentation", 150)
     (tree / "annotations" / "validation").rename(tree / "annotations" / "elsewhere")
     with pytest.raises(ValueError, match=r"there is no folder .*annotations.validation"):
-        dense_data.ade20k(str(tree))
+        splits_of("ade20k", tree)
 
 
 @pytest.mark.parametrize("unreadable", [b"no image", encoded(classes(1))[:60]], ids=["no image", "cut short"])
 def test_a_target_that_cannot_be_read_is_named(unreadable, tmp_path):
     bad = {"bytes": unreadable, "path": None}
-    train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
+    train, _ = splits_of("ade20k", write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
     with pytest.raises(
         ValueError, match=r"1 of 2 samples .*: sample 1, id bad: the mask (cannot be read|is cut short)"
     ):
@@ -496,7 +504,7 @@ def test_a_target_that_cannot_be_read_is_named(unreadable, tmp_path):
 def test_a_class_out_of_range_is_named_with_its_sample(tmp_path):
     bad = classes(1)
     bad[3, 4] = 151
-    train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
+    train, _ = splits_of("ade20k", write_parquet(tmp_path / "data", [classes(0), bad], id=["good", "bad"]))
     message = r"bad: the mask has class 151 \(1 pixels\), allowed are 1 to 150, and 0 and 255 for ignored pixels"
     with pytest.raises(ValueError, match=rf"1 of 2 samples cannot be used: sample 1, id {message}"):
         dense_data.check_samples(train, "image-segmentation", 150)
@@ -516,7 +524,7 @@ def test_a_depth_that_is_none_is_named_with_its_sample(value, shown, tmp_path):
         return npy(values)
 
     source = write_shards(tmp_path / "shards", jpg=lambda index: encoded(picture(index), "JPEG"), depth_npy=depth)
-    train, _ = dense_data.nyuv2(source)
+    train, _ = splits_of("nyuv2", source)
     assert train[0]["depth"][2, 5] == 0
     with pytest.raises(
         ValueError, match=rf"1 of 3 samples .*: sample 1, id 00001: depth must be 0 .*, got {shown} 1 times"
@@ -526,7 +534,7 @@ def test_a_depth_that_is_none_is_named_with_its_sample(value, shown, tmp_path):
 
 def test_a_mask_of_another_size_is_named_with_both_sizes(tmp_path):
     source = write_parquet(tmp_path / "data", [classes(0), classes(1)[:, :-2]], id=["good", "bad"])
-    train, _ = dense_data.ade20k(source)
+    train, _ = splits_of("ade20k", source)
     message = r"bad: the image is 12x16 \(height x width\), its target 12x14"
     with pytest.raises(ValueError, match=rf"sample 1, id {message}"):
         dense_data.check_samples(train, "image-segmentation", 150, decoded=1)
@@ -535,23 +543,23 @@ def test_a_mask_of_another_size_is_named_with_both_sizes(tmp_path):
 
 
 def test_a_mask_in_colours_is_refused(tmp_path):
-    train, _ = dense_data.ade20k(write_parquet(tmp_path / "data", [picture(0)]))
+    train, _ = splits_of("ade20k", write_parquet(tmp_path / "data", [picture(0)]))
     with pytest.raises(ValueError, match=r"the mask must be of shape \(height, width\), got \(12, 16, 3\)"):
         dense_data.check_samples(train, "image-segmentation", 150)
 
 
 def test_an_empty_split_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r'--dataset .*data could not be loaded: .*"train" corresponds to no data'):
-        dense_data.ade20k(write_parquet(tmp_path / "data", []))
+        splits_of("ade20k", write_parquet(tmp_path / "data", []))
     with pytest.raises(ValueError, match=r"--dataset .*tree has no samples in its train split"):
-        dense_data.ade20k(str(write_ade_tree(tmp_path / "tree", count=0)))
-    train, _ = dense_data.dense_scenes(1, 1)
+        splits_of("ade20k", write_ade_tree(tmp_path / "tree", count=0))
+    train, _ = dense_scenes(1, 1, "image-segmentation")
     with pytest.raises(ValueError, match="no samples"):
         dense_data.check_samples(train.select([]), "image-segmentation")
 
 
 def test_many_bad_samples_are_counted_and_a_few_named(tmp_path):
-    train, _ = dense_data.camvid(write_parquet(tmp_path / "data", [np.full_like(classes(0), 200)] * 7))
+    train, _ = splits_of("camvid", write_parquet(tmp_path / "data", [np.full_like(classes(0), 200)] * 7))
     with pytest.raises(ValueError, match=r"^7 of 7 samples") as error:
         dense_data.check_samples(train, "image-segmentation", 11)
     *named, last = str(error.value).split("; ")
@@ -663,7 +671,7 @@ def test_a_scale_that_is_none_is_refused():
 
 @pytest.mark.parametrize("task", ["image-segmentation", "depth-estimation"])
 def test_a_micro_batch_does_not_depend_on_who_asks_for_it(task):
-    train, _ = dense_data.dense_scenes(10, 1, task)
+    train, _ = dense_scenes(10, 1, task)
     augment = augmenter(task, flip=True, scale=[0.5, 2.0], brightness=0.2)
     batches = data.MicroBatches(train, 4, augment, seed=3, read=dense_data.read_dense)
     alone = batches[5]
@@ -678,7 +686,9 @@ def test_a_micro_batch_does_not_depend_on_who_asks_for_it(task):
 
 def test_pairs_that_cannot_be_read_are_left_out(tmp_path):
     cut = {"bytes": encoded(classes(1))[:60], "path": None}
-    train, validation = dense_data.ade20k(write_parquet(tmp_path / "data", [classes(0), cut, classes(2), classes(3)]))
+    train, validation = splits_of(
+        "ade20k", write_parquet(tmp_path / "data", [classes(0), cut, classes(2), classes(3)])
+    )
     batches = data.MicroBatches(train, 4, augmenter(), seed=0, shuffle=False, read=dense_data.read_dense)
     assert batches[0]["places"].tolist() == batches[0]["indices"].tolist() == [0, 2, 3]
     assert len(batches[0]["images"]) == len(batches[0]["labels"]) == 3
@@ -691,7 +701,7 @@ def test_pairs_that_cannot_be_read_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("task", ["image-segmentation", "depth-estimation"])
 def test_validation_shows_whole_images_and_keeps_targets_as_they_are(task):
-    _, validation = dense_data.dense_scenes(1, 5, task)
+    _, validation = dense_scenes(1, 5, task)
     processor = image_processor_for(AdaPerceiverConfig(image_size=64, patch_size=8), task)
     size = (processor.size["height"], processor.size["width"])
     seen = []
@@ -745,7 +755,7 @@ def test_real_nyuv2_loads_in_metres_with_the_official_split():
 
 @real_samples
 def test_real_camvid_loads_and_its_sky_is_above_its_road():
-    train, validation = dense_data.camvid(str(SHARED / "camvid"))
+    train, validation = splits_of("camvid", SHARED / "camvid")
     assert (len(train), len(validation)) == (367, 101)
     dense_data.check_samples(train, "image-segmentation", 11)
     names = dense_data.mask_names(train)
@@ -756,7 +766,7 @@ def test_real_camvid_loads_and_its_sky_is_above_its_road():
 
 @real_samples
 def test_real_pairs_become_the_micro_batches_of_the_paper():
-    train, _ = dense_data.ade20k(str(SHARED / "ade20k_small"))
+    train, _ = splits_of("ade20k", SHARED / "ade20k_small")
     augment = PairedAugment(DenseAugmentation(), (518, 518), "image-segmentation")
     batch = data.MicroBatches(train, 2, augment, seed=0, read=dense_data.read_dense)[0]
     assert batch["images"].shape == (2, 3, 518, 518)

@@ -168,6 +168,7 @@ def test_help_shows_what_would_be_used(script, own, capsys):
 
 
 def test_masks_tell_which_classes_they_show():
-    train, _ = dense_data.dense_scenes(6, 1, "image-segmentation")
+    args = dense_data.DenseDataArguments(train_samples=6, validation_samples=1)
+    train, _ = dense_data.load_dense_splits(args, "image-segmentation")
     expected = {int(value) for sample in train for value in sample["mask"].unique()}
     assert dense_data.check_samples(train, "image-segmentation") == expected
