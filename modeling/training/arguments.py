@@ -68,7 +68,7 @@ class Parser(HfArgumentParser):
             options["nargs"] = "*"
         return super().add_argument(*names, **options)
 
-    def parse(self, arguments: Sequence[str]) -> tuple:
+    def parse(self, arguments: Sequence[str]) -> tuple[Any, ...]:
         """One object for each of the groups."""
         *parsed, rest = self.parse_args_into_dataclasses(
             list(arguments), return_remaining_strings=True, look_for_args_file=False
@@ -154,7 +154,7 @@ def recipe_for(arguments: Sequence[str], scenes: str, own: str) -> Path:
     return RECIPES / (scenes if parser.parse_known_args(arguments)[0].dataset == ["scenes"] else own)
 
 
-def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple]:
+def parse(groups: Sequence[type], arguments: Sequence[str], default_recipe: Path) -> list[tuple[Any, ...]]:
     """
     The dataclasses `groups`, once for every stage. `arguments` are those of the command line: a recipe file first, or
     else `default_recipe`, whose values its own `stages` and then the command line override.

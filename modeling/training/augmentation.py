@@ -58,7 +58,7 @@ class Augment:
 
     def __call__(
         self, images: Sequence[torch.Tensor], labels: Sequence[int] | torch.Tensor, seed: Sequence[int]
-    ) -> dict:
+    ) -> dict[str, torch.Tensor]:
         """
         (3, height, width) uint8 each -> `images` (images, 3, image_size, image_size). Where two were mixed, an image shows
         `share` of its own label and `1 - share` of `other_labels`.

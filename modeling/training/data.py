@@ -290,6 +290,7 @@ def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: 
         raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
 
 
+Pair = tuple[torch.Tensor, Any]  # an image, and its label or target
 # What PIL raises for a file that is cut short, is no image, or is too large.
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, PILImage.DecompressionBombError)
 
@@ -329,10 +330,10 @@ class MicroBatches(torch.utils.data.Dataset):
         self,
         dataset: Dataset,
         size: int,
-        augment: Callable[..., dict],
+        augment: Callable[..., dict[str, torch.Tensor]],
         seed: int,
         shuffle: bool = True,
-        read: Callable[[dict], tuple | None] = read_labelled,
+        read: Callable[[dict], Pair | None] = read_labelled,
     ):
         self.dataset, self.size, self.augment, self.seed, self.shuffle = dataset, size, augment, seed, shuffle
         self.read = read
@@ -387,10 +388,10 @@ class StreamedMicroBatches(torch.utils.data.IterableDataset):
 def collate(
     samples: Sequence[dict],
     indices: Sequence[int],
-    augment: Callable[..., dict],
+    augment: Callable[..., dict[str, torch.Tensor]],
     seed: Sequence[int],
-    read: Callable[[dict], tuple | None] = read_labelled,
-) -> dict:
+    read: Callable[[dict], Pair | None] = read_labelled,
+) -> dict[str, torch.Tensor]:
     """`places` are those of the images in the micro-batch: the ones that cannot be read are left out."""
     pairs = {place: pair for place, sample in enumerate(samples) if (pair := read(sample)) is not None}
     if not pairs:
@@ -406,8 +407,8 @@ def collate(
 
 
 def own_pairs(
-    dataset: Dataset | IterableDataset, size: int, accelerator: Accelerator, read: Callable[[dict], tuple | None]
-) -> Iterator[list[tuple]]:
+    dataset: Dataset | IterableDataset, size: int, accelerator: Accelerator, read: Callable[[dict], Pair | None]
+) -> Iterator[list[Pair]]:
     """What `read` makes of this process's share of the data, `size` samples at a time; None is left out."""
     for number, columns in enumerate(dataset.iter(size)):
         if number % accelerator.num_processes == accelerator.process_index:

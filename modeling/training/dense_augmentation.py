@@ -52,7 +52,9 @@ class PairedAugment:
         joint += [K.ColorJitter(**jitter)] if any(jitter.values()) else []
         self.joint = K.AugmentationSequential(*joint, data_keys=["input", "mask"]) if joint else None
 
-    def __call__(self, images: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], seed: Sequence[int]) -> dict:
+    def __call__(
+        self, images: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], seed: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
         """
         (3, height, width) uint8 and (height, width) each -> `images` (images, 3, *size) in 0 to 1 and `labels` (images,
         *size), int64 or float32.
