@@ -73,6 +73,13 @@ def tiny_model():
     return build
 
 
+@pytest.fixture
+def _own_cache(monkeypatch, tmp_path_factory):
+    """What `datasets` keeps goes to a folder of this run."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+
+
 def images(batch=2, height=32, width=32):
     return torch.randn(batch, 3, height, width)
 
@@ -87,6 +94,10 @@ def aligned(model):
 def assert_equal(actual, expected):
     """Bit for bit; tensors, or tuples of them."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def assert_close(actual, expected, tolerance=5e-6):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def counted_flops(model, pixel_values, **point):

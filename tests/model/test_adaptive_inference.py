@@ -7,7 +7,7 @@ from itertools import product
 import peft
 import pytest
 import torch
-from conftest import counted_flops
+from conftest import assert_close, counted_flops
 from official import CONFIG, official_classifier, official_model, recorded
 
 from adaperceiver import (
@@ -35,10 +35,6 @@ def images() -> torch.Tensor:
     return torch.cat([recorded()["input/x"], torch.randn(7, 3, 32, 32)])
 
 
-def assert_equal(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 5e-6) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
 def confidences(model, images, **point) -> torch.Tensor:
     """(depths, batch): the largest class probability after each block, from plain runs."""
     depths = range(1, model.config.num_hidden_layers + 1)
@@ -63,8 +59,8 @@ def test_the_folded_readout_equals_the_plain_one(tokens, biases):
     for images in (1, 3):
         latents = torch.randn(images, tokens, 64)
         plain = readout.write(readout.output_token, latents, source_rope=rope)
-        assert_equal(readout(latents, rope), plain)
-        assert_equal(readout(latents, rope, readout.fold(rope)), plain)
+        assert_close(readout(latents, rope), plain)
+        assert_close(readout(latents, rope, readout.fold(rope)), plain)
 
 
 def test_the_folded_query_follows_every_change_of_the_weights(images):
@@ -74,7 +70,7 @@ def test_the_folded_query_follows_every_change_of_the_weights(images):
     def plain_equals_folded() -> None:
         readout, latents = model.adaperceiver.class_readout, torch.randn(2, 16, 64, dtype=model.dtype)
         tolerance = 5e-6 if model.dtype == torch.float32 else 0.05
-        assert_equal(readout(latents, rope), readout.write(readout.output_token, latents, source_rope=rope), tolerance)
+        assert_close(readout(latents, rope), readout.write(readout.output_token, latents, source_rope=rope), tolerance)
 
     names = set(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -94,7 +90,7 @@ def test_readouts_of_all_prefixes_come_from_one_pass():
     scores, source = 30 * torch.randn(2, 4, 16), torch.randn(2, 16, 8)  # far apart, so that the maximum matters
     prefixes = [1, 4, 8, 16]
     expected = [scores[..., :stop].softmax(-1) @ source[:, :stop] for stop in prefixes]
-    assert_equal(prefix_pool(scores, source, prefixes), torch.stack(expected, dim=1))
+    assert_close(prefix_pool(scores, source, prefixes), torch.stack(expected, dim=1))
 
 
 def test_the_gradient_of_the_prefix_readout_is_that_of_a_softmax():
@@ -104,7 +100,7 @@ def test_the_gradient_of_the_prefix_readout_is_that_of_a_softmax():
     fast = torch.autograd.grad(prefix_pool(scores, source, prefixes).square().sum(), (scores, source))
     plain = torch.stack([scores[..., :stop].softmax(-1) @ source[:, :stop] for stop in prefixes])
     for ours, expected in zip(fast, torch.autograd.grad(plain.square().sum(), (scores, source))):
-        assert_equal(ours, expected, 1e-5)
+        assert_close(ours, expected, 1e-5)
 
 
 @torch.no_grad()
@@ -113,7 +109,7 @@ def test_logits_of_all_granularities_equal_separate_runs(images, granularities):
     model = official_classifier()
     together = model.logits_by_tokens(images, granularities, width=48, depth=3)
     alone = [model(images, tokens=t, width=48, depth=3).logits for t in granularities or CONFIG.token_granularities]
-    assert_equal(together, torch.stack(alone))
+    assert_close(together, torch.stack(alone))
 
 
 @pytest.mark.parametrize("granularities", [[], [8, 4], [4, 4], [6, 16], [0], [16, 32]])
@@ -137,13 +133,13 @@ def test_an_image_leaves_where_its_own_confidence_reaches_the_threshold(images, 
     assert torch.equal(outputs.exit_depth, expected)
     for index, exit_depth in enumerate(expected.tolist()):
         alone = model(images[index : index + 1], depth=exit_depth, **others).logits[0]
-        assert_equal(outputs.logits[index], alone)
+        assert_close(outputs.logits[index], alone)
 
 
 @torch.no_grad()
 def test_the_official_mean_confidences_are_ours(images):
     model = official_classifier()
-    assert_equal(confidences(model, images[:2]).mean(1), recorded()["cls_exit/mean_confidence_t16"].flatten(), 1e-5)
+    assert_close(confidences(model, images[:2]).mean(1), recorded()["cls_exit/mean_confidence_t16"].flatten(), 1e-5)
 
 
 @torch.no_grad()
@@ -155,7 +151,7 @@ def test_early_exit_is_the_same_alone_and_in_any_batch(images):
     for order in (torch.arange(9), torch.randperm(9)[:4]):
         shuffled = model(images[order], exit_threshold=threshold)
         assert torch.equal(shuffled.exit_depth, together.exit_depth[order])
-        assert_equal(shuffled.logits, together.logits[order])
+        assert_close(shuffled.logits, together.logits[order])
     for index in range(9):
         alone = model(images[index : index + 1], exit_threshold=threshold)
         assert alone.exit_depth.item() == together.exit_depth[index].item()
@@ -195,7 +191,7 @@ def test_a_large_batch_is_not_copied_for_one_image_that_leaves_at_the_end():
     outputs = model(images, exit_threshold=[0.0] + [1.0] * 79, exit_after=3)
     assert rows == [80, 80, 80, 80]
     assert outputs.exit_depth.tolist() == [3] + [4] * 79
-    assert_equal(outputs.logits[:1], model(images[:1], depth=3).logits)
+    assert_close(outputs.logits[:1], model(images[:1], depth=3).logits)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +208,8 @@ def test_the_distillation_model_exits_early_with_its_features(images):
     outputs = model(images, exit_threshold=0.3)
     for index, depth in enumerate(outputs.exit_depth.tolist()):
         alone = model(images[index : index + 1], depth=depth)
-        assert_equal(outputs.logits[index], alone.logits[0])
-        assert_equal(outputs.features[index], alone.features[0])
+        assert_close(outputs.logits[index], alone.logits[0])
+        assert_close(outputs.features[index], alone.features[0])
 
 
 @torch.no_grad()
@@ -224,7 +220,7 @@ def test_hidden_states_come_with_widths_per_image_but_not_when_images_part(image
         alone = model(images[index : index + 1], width=width, output_hidden_states=True).hidden_states
         assert len(together) == len(alone) == 5
         for ours, expected in zip(together, alone):
-            assert_equal(ours[index], expected[0])
+            assert_close(ours[index], expected[0])
     for point in ({"exit_threshold": 0.5}, {"tokens": [4] * 8 + [8]}):
         with pytest.raises(ValueError, match="output_hidden_states"):
             model(images, output_hidden_states=True, **point)
@@ -238,7 +234,7 @@ def test_widths_per_image_and_early_exit_go_together_in_training_too(images):
     for index, width in enumerate(widths):
         alone = model(images[index : index + 1], width=width, exit_threshold=0.35)
         assert together.exit_depth[index] == alone.exit_depth[0]
-        assert_equal(together.logits[index], alone.logits[0])
+        assert_close(together.logits[index], alone.logits[0])
 
 
 # --- choices per image
@@ -256,7 +252,7 @@ def test_images_at_their_own_points_equal_runs_one_by_one(images, model_class):
     tokens, width, depth = map(list, zip(*points))
     together = model(images, tokens=torch.tensor(tokens), width=width, depth=depth)[0]
     for index, (t, w, d) in enumerate(points):
-        assert_equal(together[index], model(images[index : index + 1], tokens=t, width=w, depth=d)[0][0], 1e-5)
+        assert_close(together[index], model(images[index : index + 1], tokens=t, width=w, depth=d)[0][0], 1e-5)
 
 
 @torch.no_grad()
@@ -274,7 +270,7 @@ def test_latents_of_fewer_tokens_are_padded_with_zeros(images):
     model = official_classifier().adaperceiver
     outputs = model(images[:2], tokens=[4, 16])
     assert outputs.last_hidden_state.shape == (2, 16, 64)
-    assert_equal(outputs.last_hidden_state[:1, :4], model(images[:1], tokens=4).last_hidden_state)
+    assert_close(outputs.last_hidden_state[:1, :4], model(images[:1], tokens=4).last_hidden_state)
     assert (outputs.last_hidden_state[0, 4:] == 0).all()
 
 
@@ -285,7 +281,7 @@ def test_tokens_per_image_and_early_exit_go_together(images):
     for index, count in enumerate(tokens):
         alone = model(images[index : index + 1], tokens=count, exit_threshold=0.3)
         assert together.exit_depth[index] == alone.exit_depth[0]
-        assert_equal(together.logits[index], alone.logits[0])
+        assert_close(together.logits[index], alone.logits[0])
 
 
 @pytest.mark.parametrize("point", [{"tokens": [4, 8]}, {"width": [32]}, {"depth": torch.ones(3, dtype=torch.long)}])
@@ -507,7 +503,7 @@ def test_anytime_by_depth_yields_what_each_depth_would_say(images):
     predictions = list(model.anytime(images, tokens=8, width=48))
     assert len(predictions) == 4
     for depth, outputs in enumerate(predictions, start=1):
-        assert_equal(outputs.logits, model(images, tokens=8, width=48, depth=depth).logits)
+        assert_close(outputs.logits, model(images, tokens=8, width=48, depth=depth).logits)
 
 
 @torch.no_grad()
@@ -516,7 +512,7 @@ def test_anytime_by_tokens_yields_what_each_granularity_would_say(images):
     predictions = list(model.anytime(images, by="tokens", width=48, depth=3))
     assert len(predictions) == 3
     for tokens, outputs in zip(CONFIG.token_granularities, predictions):
-        assert_equal(outputs.logits, model(images, tokens=tokens, width=48, depth=3).logits)
+        assert_close(outputs.logits, model(images, tokens=tokens, width=48, depth=3).logits)
 
 
 def test_methods_that_run_all_images_alike_refuse_what_parts_them(images):
@@ -564,10 +560,10 @@ def test_a_sub_network_equals_its_parent_at_that_point(images, model_class, poin
     model = official_model(model_class)
     before = copy.deepcopy(model.state_dict())
     small = model.extract(**point)
-    assert_equal(small(images)[0], model(images, **point)[0])
+    assert_close(small(images)[0], model(images, **point)[0])
     small.save_pretrained(tmp_path)
     loaded = model_class.from_pretrained(tmp_path)
-    assert_equal(loaded(images)[0], small(images)[0])
+    assert_close(loaded(images)[0], small(images)[0])
     if "width" in point and point != FULL:
         assert small.num_parameters() < model.num_parameters()
     for parameter in small.parameters():  # its weights are its own
@@ -581,7 +577,7 @@ def test_a_sub_network_adapts_within_what_it_kept(images):
     small = model.extract(tokens=8, width=48, depth=3)
     assert small.config.token_granularities == [4, 8]
     assert small.config.widths == [32, 48]
-    assert_equal(small(images, tokens=4, width=32, depth=2).logits, model(images, tokens=4, width=32, depth=2).logits)
+    assert_close(small(images, tokens=4, width=32, depth=2).logits, model(images, tokens=4, width=32, depth=2).logits)
     with pytest.raises(ValueError, match=r"`width` .* 1 to 48, got 64"):
         small(images, width=64)
     with pytest.raises(ValueError, match=r"`depth` .* 1 to 3, got 4"):
@@ -599,7 +595,7 @@ def test_a_backbone_can_be_cut_too(tiny_config):
 def test_a_sub_network_keeps_the_borders_of_the_block_mask(tokens, tiny_model):
     model = tiny_model(AdaPerceiverForImageClassification, token_granularities=[2, 4], max_latent_tokens=8)
     pixel_values = torch.randn(2, 3, 32, 32)
-    assert_equal(model.extract(tokens=tokens)(pixel_values).logits, model(pixel_values, tokens=tokens).logits)
+    assert_close(model.extract(tokens=tokens)(pixel_values).logits, model(pixel_values, tokens=tokens).logits)
 
 
 def test_a_model_under_an_adapter_must_be_merged_to_be_cut(tiny_model):

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import counted_flops
+from conftest import assert_close, counted_flops
 from official import CONFIG, official_classifier, official_model, recorded
 
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverForSemanticSegmentation
@@ -19,10 +19,6 @@ def images() -> torch.Tensor:
     return recorded()["input/x"]
 
 
-def assert_equal(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("tokens", "width", "depth"), [*product(TOKENS, WIDTHS, DEPTHS)])
 def test_the_first_latents_do_not_change_when_more_are_added(images, tokens, width, depth):
@@ -30,7 +26,7 @@ def test_the_first_latents_do_not_change_when_more_are_added(images, tokens, wid
     few = model(images, tokens=tokens, width=width, depth=depth).last_hidden_state
     for more in TOKENS[TOKENS.index(tokens) :]:
         many = model(images, tokens=more, width=width, depth=depth).last_hidden_state
-        assert_equal(many[:, :tokens], few)
+        assert_close(many[:, :tokens], few, 1e-6)
 
 
 @torch.no_grad()
@@ -49,7 +45,7 @@ def test_slicing_equals_the_mask(images, implementation, monkeypatch):
     monkeypatch.setattr("adaperceiver.layers_adaperceiver.block_attention", masked)
     rope = rotary_embedding(CONFIG, 16, images.device)
     for layer, before, after in zip(model.layers, outputs.hidden_states, outputs.hidden_states[1:]):
-        assert_equal(layer(before, rope, groups=None, width=64), after)
+        assert_close(layer(before, rope, groups=None, width=64), after, 1e-6)
 
 
 @torch.no_grad()
@@ -65,7 +61,7 @@ def test_depth_l_of_a_full_run_equals_a_run_of_depth_l(images):
 @pytest.mark.parametrize("width", [1, *WIDTHS, 41])
 def test_masked_width_equals_sliced_width(gated, width):
     ffn, states = AdaPerceiverFFN(CONFIG, gated=gated), torch.randn(3, 5, CONFIG.hidden_size)
-    assert_equal(ffn(states, (width,) * 3), ffn(states, width))
+    assert_close(ffn(states, (width,) * 3), ffn(states, width), 1e-6)
 
 
 @torch.no_grad()
@@ -73,7 +69,7 @@ def test_images_of_a_batch_may_differ_in_width(images):
     model = official_classifier()
     together = model(images, width=[32, 48]).logits
     alone = torch.cat([model(images[:1], width=32).logits, model(images[1:], width=48).logits])
-    assert_equal(together, alone, 5e-6)
+    assert_close(together, alone)
 
 
 @torch.no_grad()
@@ -83,7 +79,7 @@ def test_an_image_does_not_depend_on_the_rest_of_the_batch(images, point):
     batch = torch.cat([images, 10 * torch.randn(5, 3, 32, 32)])
     together = model(batch, **point).logits
     for index in range(len(batch)):
-        assert_equal(together[index], model(batch[index : index + 1], **point).logits[0], 5e-6)
+        assert_close(together[index], model(batch[index : index + 1], **point).logits[0])
 
 
 @torch.no_grad()

@@ -25,14 +25,10 @@ from adaperceiver.training.dense_data import DenseDataArguments
 from adaperceiver.training.scenes import MASK_LABELS, scene
 
 
+pytestmark = pytest.mark.usefixtures("_own_cache")
 SHARED = ROOT.parent / "shared" / "data"
 real_samples = pytest.mark.skipif(not SHARED.is_dir(), reason=f"there are no real samples in {SHARED}")
 HEIGHT, WIDTH = 12, 16
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
 
 
 def encoded(pixels, form="PNG"):

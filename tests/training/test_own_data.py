@@ -19,14 +19,10 @@ import run_semantic_segmentation
 from adaperceiver.training import dense_data, finetuning
 
 
+pytestmark = pytest.mark.usefixtures("_own_cache")
 NAMES = ["ant", "bee", "cat", "dog"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_latent_tokens": 8, "patch_size": 8}
 QUICK = {"steps": 2, "batch_size": 8, "micro_batch_size": 8, "warmup_steps": 1, "workers": 0, "tracker": "none"}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture

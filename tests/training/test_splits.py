@@ -25,6 +25,7 @@ from adaperceiver.training import data, dense_data
 from adaperceiver.training.dense_data import DenseDataArguments
 
 
+pytestmark = pytest.mark.usefixtures("_own_cache")
 NAMES = ["apple", "book", "cup"]
 LABELS = {
     "num_labels": 3,
@@ -32,11 +33,6 @@ LABELS = {
     "label2id": {name: index for index, name in enumerate(NAMES)},
 }
 STRIDED = {"image_size": 16, "patch_size": 8, "num_hidden_layers": 1, "max_latent_tokens": 4}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture
