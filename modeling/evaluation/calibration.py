@@ -37,9 +37,9 @@ class Calibration:
     mean_exit_depth: float
 
     def __str__(self) -> str:
-        first, *_, last = self.exit_temperatures or [1.0, 1.0]
+        temperatures = self.exit_temperatures or [1.0]
         return (
-            f"exit_threshold {self.exit_threshold:.3f}, temperatures {first:.2f} (depth 1) to {last:.2f}\n"
+            f"exit_threshold {self.exit_threshold:.3f}, temperatures {temperatures[0]:.2f} (depth 1) to {temperatures[-1]:.2f}\n"
             f"On {self.images} other images: {self.accuracy:.2%} accuracy with early exit, {self.full_accuracy:.2%} without; "
             f"{self.lost:.2%} are lost; {self.flops:.1%} of the FLOPs, probes included; mean exit depth "
             f"{self.mean_exit_depth:.1f}."
