@@ -207,7 +207,7 @@ class HubMixin(Base):
         hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         official = None if source is None else check_model_type(source, kwargs.get("config"), hub_kwargs)
         try:
-            if official is not None:
+            if source is not None and official is not None:
                 config = kwargs.pop("config", None)
                 if isinstance(config, (str, os.PathLike)):
                     config = AdaPerceiverConfig.from_pretrained(config)

@@ -14,7 +14,7 @@ multiply-add, each counted once.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from transformers.utils import TransformersKwargs
 from .configuration_adaperceiver import AdaPerceiverConfig
 
 
-Rope = torch.Tensor  # cosines and sines of the latents' positions, (latents, head_size / 2, 2), float32
+Rope: TypeAlias = torch.Tensor  # cosines and sines of the latents' positions, (latents, head_size / 2, 2), float32
 Group = tuple[int, int]  # latents start:stop, which see latents :stop
 
 
