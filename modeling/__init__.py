@@ -15,28 +15,11 @@ from transformers import (
     AutoModelForSemanticSegmentation,
 )
 
-from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, LatencyProfile, OperatingPoint
-from .image_processing_adaperceiver import (
-    AdaPerceiverImageProcessor,
-    AdaPerceiverImageProcessorPil,
-    image_processor_for,
-)
-from .modeling_adaperceiver import (
-    AdaPerceiverBackbone,
-    AdaPerceiverForDepthEstimation,
-    AdaPerceiverForDistillation,
-    AdaPerceiverForImageClassification,
-    AdaPerceiverForSemanticSegmentation,
-    AdaPerceiverModel,
-    AdaPerceiverPreTrainedModel,
-)
-from .once_for_all_adaperceiver import OnceForAll
-from .pipeline_adaperceiver import (
-    AdaPerceiverDepthEstimationPipeline,
-    AdaPerceiverImageClassificationPipeline,
-    AdaPerceiverImageFeatureExtractionPipeline,
-    AdaPerceiverImageSegmentationPipeline,
-)
+from .adaptive_adaperceiver import *
+from .image_processing_adaperceiver import *
+from .modeling_adaperceiver import *
+from .once_for_all_adaperceiver import *
+from .pipeline_adaperceiver import *
 
 
 __version__ = "0.1.0"
@@ -51,26 +34,3 @@ AutoImageProcessor.register(
     AdaPerceiverConfig,
     image_processor_classes={"torchvision": AdaPerceiverImageProcessor, "pil": AdaPerceiverImageProcessorPil},
 )
-
-__all__ = [
-    "AccuracyTable",
-    "AdaPerceiverBackbone",
-    "AdaPerceiverConfig",
-    "AdaPerceiverDepthEstimationPipeline",
-    "AdaPerceiverForDepthEstimation",
-    "AdaPerceiverForDistillation",
-    "AdaPerceiverForImageClassification",
-    "AdaPerceiverForSemanticSegmentation",
-    "AdaPerceiverImageClassificationPipeline",
-    "AdaPerceiverImageFeatureExtractionPipeline",
-    "AdaPerceiverImageProcessor",
-    "AdaPerceiverImageProcessorPil",
-    "AdaPerceiverImageSegmentationPipeline",
-    "AdaPerceiverModel",
-    "AdaPerceiverPreTrainedModel",
-    "AdaptiveConfig",
-    "LatencyProfile",
-    "OnceForAll",
-    "OperatingPoint",
-    "image_processor_for",
-]

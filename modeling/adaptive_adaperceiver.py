@@ -24,6 +24,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers.utils.hub import cached_file, hf_api
@@ -328,9 +329,6 @@ class AdaptiveConfig(BesideWeights):
         """As `BesideWeights`; a checkpoint without one runs at the full model: the fields are all `None` then."""
         return super().from_pretrained(pretrained_model_name_or_path, **hub_kwargs) or cls()
 
-    def copy(self) -> "AdaptiveConfig":
-        return copy.deepcopy(self)
-
 
 def check_is_adaptive_config(value: Any) -> None:
     """By name: remote code brings copies of the class."""
@@ -349,22 +347,23 @@ def without_saved(kwargs: Mapping[str, Any], **off: Any) -> dict[str, Any]:
 
 def with_adaptive_arguments(forward: Callable) -> Callable:
     """Add the adaptive arguments to the docstring of a model's `forward`."""
-    _, _, fields = (AdaptiveConfig.__doc__ or "").partition("Args:\n")
-    others = {
-        "once_for_all (`OnceForAll`, *optional*)": (
-            "What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`."
-        ),
-        "adaptive_config (`AdaptiveConfig`, *optional*)": "Values for those of the arguments above that are not given.",
-        "operating_point (`OperatingPoint`, *optional*)": "A resolved call, of `model.operating_point`, in place of them.",
-        "interpolate_pos_encoding (`bool`, *optional*)": (
-            "The position embedding is resampled whenever the grid of the images asks for it; `False` refuses to."
-        ),
-    }
-    if "once_for_all" not in inspect.signature(forward).parameters:
-        del others["once_for_all (`OnceForAll`, *optional*)"]
-    lines = (f"        {name}:\n            {text}\n" for name, text in others.items())
-    forward.__doc__ = f"{(forward.__doc__ or '').rstrip()}\n\n{fields.rstrip()}\n{''.join(lines)}        "
+    fields = (AdaptiveConfig.__doc__ or "").partition("Args:\n")[2].rstrip()
+    step = ONCE_FOR_ALL_ARGUMENT if "once_for_all" in inspect.signature(forward).parameters else ""
+    forward.__doc__ = f"{(forward.__doc__ or '').rstrip()}\n\n{fields}{step}{OTHER_ARGUMENTS}"
     return forward
+
+
+ONCE_FOR_ALL_ARGUMENT = """
+        once_for_all (`OnceForAll`, *optional*):
+            What a once-for-all step trains, instead of a random draw by `config.adaptive_axes`."""
+OTHER_ARGUMENTS = """
+        adaptive_config (`AdaptiveConfig`, *optional*):
+            Values for those of the arguments above that are not given.
+        operating_point (`OperatingPoint`, *optional*):
+            A resolved call, of `model.operating_point`, in place of them.
+        interpolate_pos_encoding (`bool`, *optional*):
+            The position embedding is resampled whenever the grid of the images asks for it; `False` refuses to.
+        """
 
 
 # ------------------------------------------------------------------------------------------- what points score and take
@@ -409,24 +408,23 @@ class LatencyProfile:
     image_size: tuple[int, int]
     points: list[dict[str, Any]]  # tokens, width, depth, ms
 
+    def by_depth(self, tokens: int, width: int) -> dict[int, float]:
+        return dict(sorted((p["depth"], p["ms"]) for p in self.points if (p["tokens"], p["width"]) == (tokens, width)))
+
     def covers(self, tokens: int, width: int, depth: int) -> bool:
         """Whether a point was measured, or one above and one below it in depth."""
-        depths = [p["depth"] for p in self.points if (p["tokens"], p["width"]) == (tokens, width)]
+        depths = self.by_depth(tokens, width)
         return bool(depths) and min(depths) <= depth <= max(depths)
 
     def milliseconds(self, tokens: int, width: int, depth: int) -> float:
-        measured = sorted((p["depth"], p["ms"]) for p in self.points if (p["tokens"], p["width"]) == (tokens, width))
+        measured = self.by_depth(tokens, width)
         if not self.covers(tokens, width, depth):
-            depths = [measured_depth for measured_depth, _ in measured]
             have = sorted({(p["tokens"], p["width"]) for p in self.points})
             raise ValueError(
                 f"The latency profile has no tokens={tokens}, width={width}, depth={depth}; it has (tokens, width) in {have}"
-                f"{f' and depths {depths[0]} to {depths[-1]}' if depths else ''}."
+                f"{f' and depths {min(measured)} to {max(measured)}' if measured else ''}."
             )
-        for (low, low_ms), (high, high_ms) in zip(measured, measured[1:] or measured):
-            if low <= depth <= high:
-                return low_ms + (high_ms - low_ms) * (depth - low) / max(high - low, 1)
-        return measured[0][1]
+        return float(np.interp(depth, list(measured), list(measured.values())))
 
     def save(self, path: str | os.PathLike) -> None:
         write_json(asdict(self), path)
@@ -470,25 +468,6 @@ def interleaved(
             rounds += 1
             progress.update()
     return {key: statistics.median(values) for key, values in times.items()}
-
-
-def first_affordable(
-    points: Sequence[dict[str, int]], budgets: dict[str, float], cost: Callable[[str, dict[str, int]], float]
-) -> dict[str, int]:
-    """The first of `points` whose `cost(budget name, point)` keeps within every budget; they come best first."""
-    for point in points:
-        if all(cost(name, point) <= budget for name, budget in budgets.items()):
-            return point
-    for name, budget in budgets.items():
-        if not points:
-            raise ValueError(f"`{name}` has nothing to choose from: the accuracy table has no such operating point.")
-        cheapest = min(points, key=lambda point: cost(name, point))
-        if cost(name, cheapest) > budget:
-            raise ValueError(
-                f"`{name}` must be at least {cost(name, cheapest):.4g}, the cost of the cheapest operating point "
-                f"({', '.join(f'{axis}={value}' for axis, value in cheapest.items())}), got {budget:g}."
-            )
-    raise ValueError(f"No operating point keeps within {budgets} at once.")
 
 
 def owned_by_base_model(name: str, doc: str) -> Any:
@@ -556,18 +535,17 @@ class AdaptiveMixin(Base):
         one, the deepest, among those the widest, among those the one with most tokens: tokens are given up first, then
         width, and depth last.
         """
-        config = self.config
+        config, own = self.config, self.adaptive_config
         per_image: dict[str, tuple] = {}
         given = {name: value for name, value in kwargs.items() if value is not None}
         for name in PER_IMAGE_FIELDS:
             values: Any = given.get(name)
             values = values.tolist() if hasattr(values, "tolist") else values  # tensors and arrays
             if isinstance(values, (list, tuple)):
-                labelled = ((f"{name}[{index}]", value) for index, value in enumerate(values))
-                per_image[name] = tuple(check_field(name, value, config, label) for label, value in labelled)
+                checked = (check_field(name, one, config, f"{name}[{index}]") for index, one in enumerate(values))
+                per_image[name] = tuple(checked)
                 del given[name]
         policies = given.pop("policy", None)
-        own = self.adaptive_config
         if not self.exits_early:  # what a checkpoint's classifier does by default
             own = own.update(exit_threshold=False)
         chosen = own.update(adaptive_config, **given)
@@ -589,39 +567,32 @@ class AdaptiveMixin(Base):
         budgets = {name: values[name] for name in BUDGETS if name in values and (name in given or not spelled_out)}
         if not budgets:
             return point
-        is_open = {name: getattr(chosen, name) is None and name not in per_image for name in AXES}
-        best = self._best_within(budgets, point, is_open, image_size, batch_size)
-        changes: dict[str, Any] = {name: value for name, value in best.items() if is_open[name]}
+        fixed = [name for name in AXES if name in per_image or getattr(chosen, name) is not None]
+        largest = {name: max(per_image.get(name, [getattr(point, name)])) for name in fixed}
+        best = self._best_within(budgets, point, largest, image_size, batch_size)
+        changes: dict[str, Any] = {name: value for name, value in best.items() if name not in fixed}
         return point._replace(**changes)
 
     def _best_within(
         self,
         budgets: dict[str, float],
         point: OperatingPoint,
-        is_open: dict[str, bool],
+        fixed: dict[str, int],
         image_size: tuple[int, int] | None,
         batch_size: int,
     ) -> dict[str, int]:
-        """The best point of the trained grid that fits `budgets`; what is not open stays as in `point`, at its largest."""
-        largest = {name: max(values) for name, values in point.per_image().items() if name in AXES}
-        fixed = {name: largest.get(name, getattr(point, name)) for name in AXES if not is_open[name]}
+        """The best of the points of the trained grid that have the values of `fixed` and keep within every budget."""
         if self.accuracy_table is not None:
             grid = [candidate for candidate in self.accuracy_table.best_first() if fixed.items() <= candidate.items()]
         else:
-            trained = (
-                self.config.token_granularities,
-                self.config.widths,
-                range(1, self.config.num_hidden_layers + 1),
-            )
+            config = self.config
+            trained = (config.token_granularities, config.widths, range(1, config.num_hidden_layers + 1))
             choices = ([fixed[name]] if name in fixed else values for name, values in zip(AXES, trained))
             grid = [dict(zip(AXES, values)) for values in product(*choices)]
-            grid.sort(
-                key=lambda candidate: (candidate["depth"], candidate["width"], candidate["tokens"]), reverse=True
-            )
+            grid.sort(key=lambda one: (one["depth"], one["width"], one["tokens"]), reverse=True)
 
-        if (
-            "max_latency_ms" in budgets
-        ):  # what was not measured is not affordable; the profile names it where nothing was
+        if "max_latency_ms" in budgets:
+            # What was not measured is not affordable; the profile names it where nothing was.
             profile = self._profile_for(image_size, batch_size)
             grid = [candidate for candidate in grid if profile.covers(**candidate)] or grid[-1:]
 
@@ -631,37 +602,48 @@ class AdaptiveMixin(Base):
             # of one image, whatever the batch
             return self.flops_at(point._replace(**candidate), image_size, batch_size=1)["total"] / 1e9
 
-        return first_affordable(grid, budgets, cost)
+        for candidate in grid:
+            if all(cost(name, candidate) <= budget for name, budget in budgets.items()):
+                return candidate
+        for name, budget in budgets.items():
+            if not grid:
+                raise ValueError(
+                    f"`{name}` has nothing to choose from: the accuracy table has no such operating point."
+                )
+            least, cheapest = min(((cost(name, one), one) for one in grid), key=lambda pair: pair[0])
+            if least > budget:
+                raise ValueError(
+                    f"`{name}` must be at least {least:.4g}, the cost of the cheapest operating point "
+                    f"({', '.join(f'{axis}={value}' for axis, value in cheapest.items())}), got {budget:g}."
+                )
+        raise ValueError(f"No operating point keeps within {budgets} at once.")
 
     def _profile_for(self, image_size: tuple[int, int] | None, batch_size: int) -> LatencyProfile:
-        profile, side = self.latency_profile, self.config.image_size
+        profile = self.latency_profile
         if profile is None:
             raise ValueError(
                 "`max_latency_ms` needs a latency profile of this machine: call `model.profile()` first, or turn the budget off "
                 "with `max_latency_ms=False`."
             )
-        for name, here in self._conditions().items():
+        conditions = self._conditions(image_size, batch_size)
+        for name, here in conditions.items():
             if getattr(profile, name) != here:
                 raise ValueError(
                     f"`max_latency_ms` needs a profile for {name} {here!r}, but the one at hand is for "
-                    f"{getattr(profile, name)!r}: call `model.profile()` here."
+                    f"{getattr(profile, name)!r}: call `model.profile({batch_size}, {conditions['image_size']})` here."
                 )
-        asked = (batch_size, tuple(image_size or (side, side)))
-        if asked != (profile.batch_size, profile.image_size):
-            raise ValueError(
-                f"`max_latency_ms` needs a profile for a batch of {asked[0]} images of size {asked[1]}, but the one at "
-                f"hand is for {profile.batch_size} of size {profile.image_size}: call `model.profile()` with these."
-            )
         return profile
 
-    def _conditions(self) -> dict[str, Any]:
-        """What a latency profile holds for, beside the size of the batch."""
-        parameter = next(self.parameters())
+    def _conditions(self, image_size: tuple[int, int] | None, batch_size: int) -> dict[str, Any]:
+        """What a latency profile holds for."""
+        parameter, side = next(self.parameters()), self.config.image_size
         return {
             "machine": machine_name(),
             "device": str(parameter.device),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
+            "batch_size": batch_size,
+            "image_size": tuple(image_size or (side, side)),
         }
 
     def profile(
@@ -704,12 +686,8 @@ class AdaptiveMixin(Base):
             point = point._replace(policy=tuple(run_router if one == "router" else one for one in point.policy))
             runs[values] = partial(self.__call__, pixel_values, operating_point=point)
         times = interleaved(runs, repeats, name="profile" if progress else None)
-        self.latency_profile = LatencyProfile(
-            **self._conditions(),
-            batch_size=batch_size,
-            image_size=image_size,
-            points=[{**dict(zip(AXES, values)), "ms": ms} for values, ms in times.items()],
-        )
+        points = [{**dict(zip(AXES, values)), "ms": ms} for values, ms in times.items()]
+        self.latency_profile = LatencyProfile(**self._conditions(image_size, batch_size), points=points)
         return self.latency_profile
 
     def flops(self, image_size: tuple[int, int] | None = None, batch_size: int = 1, **kwargs) -> dict[str, int]:

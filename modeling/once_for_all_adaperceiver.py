@@ -220,3 +220,6 @@ class _SumInTurn(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         return None, None, *(None if gradient is None else gradient * scale for gradient in ctx.saved_tensors)
+
+
+__all__ = ["OnceForAll"]

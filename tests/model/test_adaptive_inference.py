@@ -455,7 +455,7 @@ def test_a_latency_budget_goes_by_the_measured_profile(images, tmp_path):
     assert torch.equal(model(images, max_latency_ms=112).logits, model(images, tokens=8).logits)
     with pytest.raises(ValueError, match="`max_latency_ms` must be at least 36"):
         model(images, max_latency_ms=1)
-    with pytest.raises(ValueError, match="batch of 2 images"):
+    with pytest.raises(ValueError, match="for batch_size 2, but the one at hand is for 9"):
         model(images[:2], max_latency_ms=100)
 
 
