@@ -92,13 +92,12 @@ class AdaPerceiverFFN(nn.Module):
     def forward(self, states: torch.Tensor, width: int | tuple[int, ...] | None = None) -> torch.Tensor:
         """states: (batch, tokens, hidden_size); a tuple of widths holds one per image."""
         width = self.max_width if width is None else width
-        widths = (width,) if isinstance(width, int) else width
         first_layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
 
         # Images of one batch that differ in width run in slices if they come sorted; the sizes of the slices would make
         # a compiler start over.
         runs = [(width, states.shape[0])] if isinstance(width, int) else [(w, len(list(g))) for w, g in groupby(width)]
-        sliced = len(runs) == 1 or (len(runs) == len(set(widths)) and not torch.compiler.is_compiling())
+        sliced = len(runs) == 1 or (len(runs) == len(dict(runs)) and not torch.compiler.is_compiling())
         if sliced and all(is_plain_linear(layer) for layer in [*first_layers, self.fc2]):
             if len(runs) == 1:
                 return self.slice(states, first_layers, runs[0][0])
@@ -108,8 +107,9 @@ class AdaPerceiverFFN(nn.Module):
         # Layers that must be called as they are: mask.
         hidden = self.activate(*(layer(states) for layer in first_layers))
         if width != self.max_width:
-            units = torch.tensor([self.config.ffn_hidden_size(width) for width in widths], device=states.device)
-            hidden = hidden * (torch.arange(hidden.shape[-1], device=states.device) < units[:, None, None])
+            units: Any = [self.config.ffn_hidden_size(width) for width, count in runs for _ in range(count)]
+            units = units[0] if len(runs) == 1 else torch.tensor(units, device=states.device)[:, None, None]
+            hidden = hidden * (torch.arange(hidden.shape[-1], device=states.device) < units)
         return self.fc2(hidden)
 
     def slice(self, states: torch.Tensor, first_layers: Sequence[nn.Linear], width: int) -> torch.Tensor:
@@ -131,10 +131,14 @@ class AdaPerceiverFFN(nn.Module):
         return 2 * rows * units * (self.config.hidden_size * (1 if self.gate is None else 2) + self.out_features)
 
 
-def convolution_flops(layer: nn.Conv2d, pixels: int) -> int:
-    """Of a convolution over `pixels` positions of its input."""
-    weights = layer.out_channels * (layer.in_channels // layer.groups) * math.prod(layer.kernel_size)
-    return 2 * weights * (pixels // math.prod(layer.stride))
+def convolution_flops(module: nn.Module, pixels: int) -> int:
+    """Of a convolution over `pixels` positions of its input, or of a module in which several follow each other."""
+    total = 0
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            pixels //= math.prod(layer.stride)
+            total += 2 * pixels * layer.weight.numel()
+    return total
 
 
 class AdaPerceiverConvolution(nn.Conv2d):
@@ -178,11 +182,6 @@ class AdaPerceiverInvertedResidual(nn.Module):
         update = self.project(self.depthwise(update))
         return maps + update if self.residual else update
 
-    def flops(self, pixels: int) -> int:
-        expand = 0 if self.expand is None else convolution_flops(self.expand, pixels)
-        after = pixels // math.prod(self.depthwise.stride)
-        return expand + convolution_flops(self.depthwise, pixels) + convolution_flops(self.project, after)
-
 
 class AdaPerceiverStem(nn.Sequential):
     """Convolutions in place of the patch convolution: the layers of `config.stem_layers`, then a projection."""
@@ -214,24 +213,6 @@ class AdaPerceiverStem(nn.Sequential):
         for layer in list(self)[:-1]:
             layer.requires_grad_(False)
 
-    def flops(self, pixels: int) -> int:
-        total = 0
-        for layer in self:
-            if isinstance(layer, AdaPerceiverInvertedResidual):
-                total += layer.flops(pixels)
-                pixels //= math.prod(layer.depthwise.stride)
-            elif isinstance(layer, nn.Conv2d):
-                total += convolution_flops(layer, pixels)
-                pixels //= math.prod(layer.stride)
-        return total
-
-
-def patch_embeddings(config: AdaPerceiverConfig) -> nn.Module:
-    """(batch, channels, height, width) -> (batch, hidden_size, height / patch_size, width / patch_size)"""
-    if config.stem_layers is not None:
-        return AdaPerceiverStem(config)
-    return nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size)
-
 
 class AdaPerceiverEmbeddings(nn.Module):
     """Pixels to input tokens: patches, plus positions, then the embed FFN."""
@@ -239,7 +220,12 @@ class AdaPerceiverEmbeddings(nn.Module):
     def __init__(self, config: AdaPerceiverConfig):
         super().__init__()
         self.config = config
-        self.patch_embeddings = patch_embeddings(config)
+        patch = config.patch_size
+        self.patch_embeddings: nn.Module
+        if config.stem_layers is not None:
+            self.patch_embeddings = AdaPerceiverStem(config)
+        else:
+            self.patch_embeddings = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=patch, stride=patch)
         self.position_embeddings = nn.Parameter(torch.empty(1, config.grid_size**2, config.hidden_size))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.use_embed_ffn else None
         self.ffn = AdaPerceiverFFN(config) if config.use_embed_ffn else None
@@ -251,9 +237,7 @@ class AdaPerceiverEmbeddings(nn.Module):
         if rows == side and columns == side:
             return self.position_embeddings
         grid = self.position_embeddings.float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
-        grid = nn.functional.interpolate(
-            grid, size=(rows, columns), mode="bicubic", antialias=True, align_corners=False
-        )
+        grid = nn.functional.interpolate(grid, (rows, columns), mode="bicubic", antialias=True, align_corners=False)
         return grid.flatten(2).transpose(1, 2).to(self.position_embeddings.dtype)
 
     def forward(self, pixel_values: torch.Tensor, interpolate_pos_encoding: bool | None = None) -> torch.Tensor:
@@ -286,8 +270,7 @@ class AdaPerceiverEmbeddings(nn.Module):
             )
 
     def flops(self, patches: int) -> int:
-        pixels, layer = patches * self.config.patch_size**2, self.patch_embeddings
-        flops = layer.flops(pixels) if isinstance(layer, AdaPerceiverStem) else convolution_flops(layer, pixels)
+        flops = convolution_flops(self.patch_embeddings, patches * self.config.patch_size**2)
         return flops + (0 if self.ffn is None else self.ffn.flops(patches))
 
 
@@ -526,16 +509,12 @@ class AdaPerceiverDropPath(nn.Module):
 class AdaPerceiverBlock(GradientCheckpointingLayer):
     def __init__(self, config: AdaPerceiverConfig, index: int):
         super().__init__()
-
-        def layer_scale() -> nn.Module | None:
-            return AdaPerceiverLayerScale(config) if config.layerscale_value else None
-
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = AdaPerceiverSelfAttention(config)
-        self.layer_scale1 = layer_scale()
+        self.layer_scale1 = AdaPerceiverLayerScale(config) if config.layerscale_value else None
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn = AdaPerceiverFFN(config, max_width=config.max_width, gated=config.use_swiglu_ffn)
-        self.layer_scale2 = layer_scale()
+        self.layer_scale2 = AdaPerceiverLayerScale(config) if config.layerscale_value else None
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         # grows linearly from 0 at the first block to the full rate at the last
         self.drop_path = AdaPerceiverDropPath(config.drop_path_rate * index / max(config.num_hidden_layers - 1, 1))

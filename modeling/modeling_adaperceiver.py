@@ -63,18 +63,15 @@ from .layers_adaperceiver import (
     convolution_flops,
     rotary_embedding,
 )
-from .loss_adaperceiver import (
-    depth_loss,
-    feature_distillation_loss,
-    logit_distillation_loss,
-    segmentation_loss,
-)
+from .loss_adaperceiver import depth_loss, feature_distillation_loss, logit_distillation_loss, segmentation_loss
 from .once_for_all_adaperceiver import OnceForAll, dense_loss
 from .policy_adaperceiver import AdaPerceiverRouter
 from .tasks_adaperceiver import TASKS
 
 
 Targets = dict[str, Any]  # of the losses of a call, by the names of its arguments: tensors, or None
+# From latents, and how many of the first to read, to the predictions of each of these counts.
+Predict = Callable[[torch.Tensor, Sequence[int]], Iterable[torch.Tensor]]
 
 
 class AdaptiveOutput:
@@ -364,10 +361,7 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
             for tokens, prediction in zip(granularities, predict(latents, granularities)):
                 yield depth, tokens, prediction
 
-    def prefix_predictions(
-        self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope
-    ) -> Callable[[torch.Tensor, Sequence[int]], Iterable[torch.Tensor]]:
-        """A function from latents, and how many of the first to read, to the predictions of each of these counts."""
+    def prefix_predictions(self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> Predict:
         raise ValueError(f"{type(self).__name__} has no head to predict with.")
 
     @torch.no_grad()
@@ -706,9 +700,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
             losses.append(logit_distillation_loss(logits, teacher_logits, self.config.distillation_temperature))
         return sum(losses) if losses else None
 
-    def prefix_predictions(
-        self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope
-    ) -> Callable[[torch.Tensor, Sequence[int]], Iterable[torch.Tensor]]:
+    def prefix_predictions(self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> Predict:
         readout = self.adaperceiver.class_readout
         folded = readout.fold(rope)
         return lambda latents, prefixes: self.classifier(readout(latents, rope, folded, prefixes)).unbind(dim=1)
@@ -885,9 +877,7 @@ class AdaPerceiverDensePredictionModel(AdaPerceiverPreTrainedModel):
         """What a call returns of maps at the size of the images."""
         return maps
 
-    def prefix_predictions(
-        self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope
-    ) -> Callable[[torch.Tensor, Sequence[int]], Iterable[torch.Tensor]]:
+    def prefix_predictions(self, pixel_values: torch.Tensor, input_tokens: torch.Tensor, rope: Rope) -> Predict:
         readout, size = self.adaperceiver.dense_readout, pixel_values.shape[-2:]
         readers = readout.readers(input_tokens)
 

@@ -115,8 +115,7 @@ class OnceForAll(NamedTuple):
         if isinstance(self.width, int):
             return self, slice(None), *tensors
         order = sorted(range(len(self.width)), key=self.width.__getitem__)
-        step = self._replace(width=tuple(self.width[index] for index in order))
-        return step, order, *(None if tensor is None else tensor[order] for tensor in tensors)
+        return self.of_images(order), order, *(None if tensor is None else tensor[order] for tensor in tensors)
 
     def check(self, config: AdaPerceiverConfig, batch_size: int) -> None:
         layers, known = config.num_hidden_layers, config.token_granularities

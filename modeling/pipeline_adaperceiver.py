@@ -142,8 +142,7 @@ class AdaPerceiverPipelineMixin(Base):
                 "width": ran.width,
                 "depth": model_outputs.operating_point.of_image(index).depth,
                 "exit_depth": ran.depth if exits else None,
-                "gflops": self.model.flops_at(ran, image_size, batch_size=1)["total"]
-                / 1e9,  # for this image by itself
+                "gflops": self.model.flops_at(ran, image_size, batch_size=1)["total"] / 1e9,  # by itself
             }
             for index, ran in enumerate(model_outputs.operating_points)
         ]
