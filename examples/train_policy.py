@@ -5,7 +5,9 @@ Train a router: how many latents does each image need? The backbone is frozen.
         --output_dir runs/router --batch_size 256 --micro_batch_size 256 --epochs 5 --cost_weight 0.1
 
 The reward of a choice is minus the cross-entropy of the prediction with that many tokens, minus `--cost_weight` times its cost.
-One pass gives the predictions of all granularities, so the cross-entropies of the training images are computed once and kept.
+One pass gives the predictions of all granularities, so the cross-entropies of the images are computed once and kept.
+The router learns from four fifths of the validation images, which the model has not learned by heart, and is scored on the rest;
+`--no_unseen` takes the training images instead.
 `--method reinforce` samples one choice per image, as in the paper, with the advantage kept for each image; `expected` takes the
 exact expectation over all choices. `--help` lists all options.
 """
@@ -27,6 +29,7 @@ from adaperceiver.training.data import (
     MicroBatches,
     check_classes,
     classes_seen,
+    hold_out,
     load_splits,
     validation_batches,
 )
@@ -61,6 +64,8 @@ def run_stage(
     model.adaptive_config = AdaptiveConfig()
     processor = AutoImageProcessor.from_pretrained(args.model)
     training_data, validation_data = load_splits(data)
+    if args.unseen:
+        training_data, validation_data = hold_out(validation_data, 0.2)
     check_classes(training_data, data, args.model, model.config.num_labels)
 
     def view(images: list[torch.Tensor], labels: list[int], seed: Any) -> dict[str, torch.Tensor]:

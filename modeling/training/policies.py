@@ -24,6 +24,10 @@ from .data import MicroBatches
 class PolicyArguments:
     model: str = HfArg(default=SHIPPED, help="A hub id or folder of an image classifier of AdaPerceiver.")
     router_ratio: float = HfArg(default=0.25, help="Hidden units of the router's MLPs per patch and per channel.")
+    unseen: bool = HfArg(
+        default=True,
+        help="Learn from four fifths of the validation images, which the model was not trained on, and score the rest.",
+    )
     method: Literal["expected", "reinforce"] = "expected"
     cost: Literal["index", "flops"] = HfArg(
         default="index", help="What a choice costs: its index among the granularities, or its share of the full FLOPs."
