@@ -212,7 +212,7 @@ class AdaPerceiverConfig(BackboneConfigMixin, PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         replace_links(save_directory)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
 
     def validate_architecture(self) -> None:
         """Check every size; the error names the field, its value and what is allowed."""

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from adaperceiver import AccuracyTable
 from adaperceiver.image_processing_adaperceiver import image_processor_for
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments, command_line, parse, recipe_for
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
-from adaperceiver.training.checkpointing import model_card
+from adaperceiver.training.cards import accuracy_table, model_card
 from adaperceiver.training.checks import config_fields
 from adaperceiver.training.data import classes_seen, label_names, load_several
 from adaperceiver.training.distillation import (
@@ -84,8 +83,7 @@ def run_stage(
 
     def save(model, folder: Path, metrics: dict) -> None:
         if "grid" in metrics:
-            metric = f"top-1 accuracy on the validation data of {session.dataset}"
-            model.accuracy_table = AccuracyTable(metric, metrics["grid"])
+            model.accuracy_table = accuracy_table("top-1 accuracy", metrics["grid"], data.dataset)
         title = f"AdaPerceiver distilled on {session.dataset}"
         card = model_card(title, "examples/distill.py", session.arguments, metrics)
         model.save_pretrained(folder, is_main_process=accelerator.is_main_process, model_card=card)

@@ -21,7 +21,6 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoImageProcessor
 from transformers.hf_argparser import HfArg
 
-from adaperceiver import AccuracyTable
 from adaperceiver.evaluation.grid import (
     SCORES,
     add_latency,
@@ -37,6 +36,7 @@ from adaperceiver.evaluation.plots import draw_grid
 from adaperceiver.evaluation.tables import write_table
 from adaperceiver.tasks_adaperceiver import TASKS
 from adaperceiver.training.arguments import Parser, command_line
+from adaperceiver.training.cards import accuracy_table
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
 from adaperceiver.training.dense_data import (
     DenseDataArguments,
@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> None:
     print(f"{len(rows)} operating points on {dataset}{'; the Pareto-optimal ones:' if many else ':'}")
     print_rows([*(pareto(rows, "gflops", score, higher) if many else rows), *baselines], score)
     if args.save_table:
-        table = AccuracyTable(f"{score} on the validation data of {dataset}", table_points(rows, score), higher)
+        table = accuracy_table(score, table_points(rows, score), data.dataset, higher_is_better=higher)
         table.save_pretrained(args.model)
         print(f"The table is in {args.model}: calls with max_gflops or max_latency_ms are chosen by it.")
     print(f"results.csv, results.json, {', '.join(drawn)} are in {folder}.")

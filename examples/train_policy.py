@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor
 from adaperceiver import AdaPerceiverForImageClassification, AdaptiveConfig
 from adaperceiver.training.arguments import RECIPES, OptimizationArguments, RunArguments, command_line, parse
 from adaperceiver.training.augmentation import seed_of
-from adaperceiver.training.checkpointing import model_card
+from adaperceiver.training.cards import model_card
 from adaperceiver.training.checks import check_checkpoint
 from adaperceiver.training.data import (
     DataArguments,

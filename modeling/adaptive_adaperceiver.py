@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -234,15 +235,24 @@ class BesideWeights:
     def save_pretrained(
         self, save_directory: str | os.PathLike, push_to_hub: bool = False, repo_id: str | None = None, **push_kwargs
     ) -> None:
-        """Write the file; `repo_id` defaults to the name of the folder, `push_kwargs` are those of `upload_file`."""
+        """
+        Write the file. `repo_id` defaults to the name of the folder; `push_kwargs` are `private` and those of `upload_file`, such as
+        `token`, `revision` and `commit_message`.
+        """
         self.__post_init__()  # checks fields that may have been set since
         os.makedirs(save_directory, exist_ok=True)
         path = os.path.join(save_directory, self.file_name)
         write_json(self.to_dict(), path)
         if push_to_hub:
             repo_id = repo_id or os.path.basename(os.path.abspath(save_directory))
-            repo_id = hf_api().create_repo(repo_id, token=push_kwargs.get("token"), exist_ok=True).repo_id
+            private, token = push_kwargs.pop("private", None), push_kwargs.get("token")
+            repo_id = hf_api().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
             hf_api().upload_file(path_or_fileobj=path, path_in_repo=self.file_name, repo_id=repo_id, **push_kwargs)
+
+    def push_to_hub(self, repo_id: str, **push_kwargs) -> None:
+        """Upload the file; the arguments are those of `save_pretrained`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, push_to_hub=True, repo_id=repo_id, **push_kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **hub_kwargs) -> Any:
@@ -376,6 +386,8 @@ class AccuracyTable(BesideWeights):
     metric: str  # e.g. "top-1 accuracy, ImageNet-1k validation"
     points: list[dict[str, Any]]  # tokens, width, depth, value
     higher_is_better: bool = True
+    dataset: str | None = None  # what it was measured on, for the model card: the name or hub id
+    split: str | None = None
     file_name = "accuracy_table.json"
 
     def __post_init__(self):

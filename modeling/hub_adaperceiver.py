@@ -29,6 +29,7 @@ from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 from transformers.utils.hub import hf_api
 
 from .adaptive_adaperceiver import AccuracyTable, AdaptiveConfig, optional_file, write_json
+from .card_adaperceiver import PINNED, build_model_card
 from .configuration_adaperceiver import AdaPerceiverConfig
 from .image_processing_adaperceiver import image_processor_for
 from .official_adaperceiver import is_official, load_official
@@ -51,29 +52,6 @@ PUSH_KWARGS = (
 )
 
 FINGERPRINT = "\n# Fingerprint of all source files in this folder: "
-
-CARD = """
-# {name}
-
-AdaPerceiver is a vision transformer whose tokens, width and depth are chosen at every call:
-
-```python
-import torch
-from PIL import Image
-{imports}
-processor = AutoImageProcessor.from_pretrained("{name}"{trust})
-model = {auto_class}.from_pretrained("{name}"{trust})
-
-inputs = processor(Image.open("image.jpg"), return_tensors="pt")
-with torch.no_grad():
-    full = model(**inputs)
-    small = model(**inputs, tokens={tokens}, width={width}, depth={depth})  # the same weights, less work
-print(small.{output}.shape)
-```
-
-`tokens` goes up to {max_tokens} (trained: {granularities}), `width` up to {max_width} (trained: {widths}), `depth` up to {max_depth}.
-"""
-
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as Base
@@ -336,38 +314,6 @@ def custom_pipelines(task: str) -> dict[str, dict]:
     return {task: {"impl": f"pipeline_adaperceiver.{TASKS[task].pipeline_class}", "pt": [TASKS[task].auto_class]}}
 
 
-def build_model_card(model: Any, name: str, save_code: bool, text: str | None = None) -> ModelCard:
-    """A model card around `text`, or with a snippet that shows how to use the model."""
-    config, auto_class = model.config, TASKS[model.task].auto_class
-    imports = f"from transformers import AutoImageProcessor, {auto_class}\n"
-    if text is None:
-        text = CARD.format(
-            name=name,
-            imports=imports if save_code else f"import adaperceiver\n{imports}",
-            trust=", trust_remote_code=True" if save_code else "",
-            auto_class=auto_class,
-            output=TASKS[model.task].prediction,
-            tokens=config.token_granularities[0],
-            width=config.widths[0],
-            depth=(config.num_hidden_layers + 1) // 2,
-            max_tokens=config.max_latent_tokens,
-            max_width=config.max_width,
-            max_depth=config.num_hidden_layers,
-            granularities=", ".join(map(str, config.token_granularities)),
-            widths=", ".join(map(str, config.widths)),
-        )
-    card = ModelCard(text if text.lstrip().startswith("---") else f"---\nlibrary_name: transformers\n---\n{text}")
-    defaults = {
-        "library_name": "transformers",
-        "pipeline_tag": model.task,
-        "tags": [AdaPerceiverConfig.model_type, *(model.model_tags or [])],
-    }
-    for key, value in defaults.items():
-        if card.data.get(key) is None:
-            card.data[key] = value
-    return card
-
-
 def push(
     model: Any,
     folder: str | os.PathLike,
@@ -382,23 +328,38 @@ def push(
 ) -> Any:
     """
     Run `save` with the name of the repository, and upload what changed in `folder`. A model card and an image processor
-    that the repository has are fetched first, so that they stay. (transformers' own push puts its card over ours.)
+    that the repository has are fetched first, so that they stay. (transformers' own push puts its card over ours.) A new card
+    that shows how to load the code names this commit of it, in a second commit.
     """
-    api = hf_api()
+    api, where = hf_api(), {"revision": revision, "token": token}
     repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     os.makedirs(folder, exist_ok=True)
+    stays = {}
     for name in (MODEL_CARD_NAME, IMAGE_PROCESSOR_NAME):
-        path, where = os.path.join(folder, name), {"revision": revision, "token": token}
-        if not os.path.exists(path) and api.file_exists(repo_id, name, **where):
+        path, stays[name] = os.path.join(folder, name), api.file_exists(repo_id, name, **where)
+        if stays[name] and not os.path.exists(path):
             shutil.copyfile(api.hf_hub_download(repo_id, name, **where), path)
-    before = model._get_files_timestamps(folder)
+    before = {name: time for name, time in model._get_files_timestamps(folder).items() if stays.get(name, True)}
     save(repo_id)
+    card_path = Path(folder, MODEL_CARD_NAME)
     if tags:
-        card = ModelCard.load(os.path.join(folder, MODEL_CARD_NAME))
+        card = ModelCard.load(card_path)
         given, present = [tags] if isinstance(tags, str) else tags, card.data.tags or []
         card.data.tags = [*present, *(tag for tag in given if tag not in present)]
-        card.save(os.path.join(folder, MODEL_CARD_NAME))
-    return model._upload_modified_files(folder, repo_id, before, token=token, revision=revision, **commit_kwargs)
+        card.save(card_path)
+    commit = model._upload_modified_files(folder, repo_id, before, token=token, revision=revision, **commit_kwargs)
+    text = card_path.read_text(encoding="utf-8")
+    if not stays[MODEL_CARD_NAME] and PINNED.format("main") in text:  # a commit cannot name itself
+        card_path.write_text(text.replace(PINNED.format("main"), PINNED.format(commit.oid)), encoding="utf-8")
+        api.upload_file(
+            path_or_fileobj=card_path,
+            path_in_repo=MODEL_CARD_NAME,
+            repo_id=repo_id,
+            token=token,
+            revision=commit.pr_revision or revision,
+            commit_message="Name the commit in the model card",
+        )
+    return commit
 
 
 __all__ = ["HubMixin", "link_sources"]

@@ -186,7 +186,7 @@ class AdaPerceiverImageProcessing(Base):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> Any:
         replace_links(save_directory)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        return super().save_pretrained(os.fspath(save_directory), *args, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         # Whoever saves the processor (a pipeline, a trainer), the folder keeps pointing at this file.

@@ -1,4 +1,4 @@
-"""What a run writes: checkpoints that are whole or not there, metrics, and the card of the model."""
+"""What a run writes: checkpoints that are whole or not there, and metrics."""
 
 import errno
 import json
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from .checks import as_text
@@ -131,7 +130,7 @@ def lock(folder: Path) -> None:
     _locks[path] = file
 
 
-# -------------------------------------------------------------------------------------------------- metrics and the card
+# --------------------------------------------------------------------------------------------------------------- metrics
 
 
 class Metrics:
@@ -166,26 +165,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"Line {number} of {path} must be JSON, got {line[:50]!r}.") from error
     return found
-
-
-def model_card(title: str, script: str, arguments: dict[str, Any], metrics: dict[str, Any]) -> str:
-    """The text of the card: how the weights were trained, and their scores. `save_pretrained` adds the hub's metadata to it."""
-    lines = [
-        f"# {title}",
-        "",
-        f"Trained by `{script}` with",
-        "",
-        "```yaml",
-        yaml.safe_dump(arguments).rstrip(),
-        "```",
-        "",
-    ]
-    for name, value in metrics.items():
-        heading = name.replace("_", " ")
-        if isinstance(value, dict):
-            row = [f"{score:.4f}" for score in value.values()]
-            lines += [f"| {heading} | {' | '.join(value)} |", "|---" * (len(value) + 1) + "|"]
-            lines += [f"| | {' | '.join(row)} |", ""]
-        elif isinstance(value, float):
-            lines += [f"{heading}: {value:.4f}", ""]
-    return "\n".join(lines)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers.hf_argparser import HfArg
 
-from .. import AccuracyTable, image_processor_for, modeling_adaperceiver
+from .. import image_processor_for, modeling_adaperceiver
 from ..evaluation.grid import SCORES, along_axes, evaluate_grid, metrics_for, table_points
 from ..tasks_adaperceiver import TASKS
 from .arguments import OptimizationArguments, RunArguments
-from .checkpointing import model_card
+from .cards import accuracy_table, model_card
 from .checks import SHIPPED, as_text, at_least, check_axes, check_checkpoint, check_config, config_fields, require
 from .data import MicroBatches
 from .dense_augmentation import DenseAugmentation, PairedAugment
@@ -128,9 +128,8 @@ def fine_tune(
         return {**along_axes(rows, score), "grid": table_points(rows, score)}
 
     def save(model: torch.nn.Module, folder: Path, metrics: dict[str, Any]) -> None:
-        table = AccuracyTable(f"{score} on the validation data of {name}", metrics["grid"])
-        table.higher_is_better = SCORES[task].higher_is_better
-        model.accuracy_table = table
+        higher = SCORES[task].higher_is_better
+        model.accuracy_table = accuracy_table(score, metrics["grid"], session.data.dataset, higher_is_better=higher)
         if accelerator.is_main_process:
             processor.save_pretrained(folder)  # before the model, which keeps the one it finds
         card = model_card(f"AdaPerceiver fine-tuned on {name}", script, session.arguments, metrics)

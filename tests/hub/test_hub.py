@@ -9,14 +9,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
 
 import accelerate
 import peft
 import pytest
 import torch
 from conftest import MODEL_CLASSES, ROOT, TINY, aligned, assert_equal, images
-from huggingface_hub import ModelCard
+from hub_server import served
+from huggingface_hub import HfApi, ModelCard
 from transformers import (
     AutoImageProcessor,
     AutoModel,
@@ -36,6 +36,7 @@ from adaperceiver import (
     AdaPerceiverForSemanticSegmentation,
     AdaPerceiverModel,
     AdaptiveConfig,
+    image_processor_for,
 )
 from adaperceiver.hub_adaperceiver import custom_pipelines, link_sources
 from adaperceiver.tasks_adaperceiver import AUTO_MAP
@@ -214,7 +215,8 @@ def test_a_peft_model_is_saved_and_merged(tiny_model, tmp_path):
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     loaded = aligned(AutoModelForImageClassification.from_pretrained(tmp_path / "merged"))
-    assert_equal(loaded(pixel_values := images()).logits, aligned(merged)(pixel_values).logits)
+    actual, expected = loaded(pixel_values := images()).logits, aligned(merged)(pixel_values).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_a_registered_class_of_ones_own_is_saved_with_its_file(tiny_model, tmp_path, monkeypatch):
@@ -310,76 +312,119 @@ def test_saving_a_processor_or_a_config_of_remote_code_onto_links_replaces_them(
 # ------------------------------------------------------------------------------------------------------ pushing
 
 
-class FakeHub:
-    """One repository, in a folder."""
-
-    def __init__(self, folder):
-        self.folder, self.commits = folder, []
-        folder.mkdir()
-
-    def create_repo(self, repo_id, **kwargs):
-        return SimpleNamespace(repo_id=f"someone/{repo_id}")
-
-    def file_exists(self, repo_id, name, **kwargs):
-        return (self.folder / name).exists()
-
-    def hf_hub_download(self, repo_id, name, **kwargs):
-        return self.folder / name
-
-    def create_commit(self, repo_id, operations, **kwargs):
-        for operation in operations:
-            shutil.copy(operation.path_or_fileobj, self.folder / operation.path_in_repo)
-        self.commits.append(
-            {"repo_id": repo_id, "files": {operation.path_in_repo for operation in operations}, **kwargs}
-        )
-        return "the commit"
+REPOSITORY = "someone/tiny"
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    hub = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr("transformers.utils.hub._hf_api", hub)
-    return hub
+    """A stand-in of the hub, for this process."""
+    with served() as repositories:
+        api = HfApi(endpoint=repositories.url, token="hf_stand_in")
+        monkeypatch.setattr("transformers.utils.hub._hf_api", api)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        template = f"{repositories.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", repositories.url)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield repositories
 
 
-def test_a_push_uploads_the_folder_with_our_card(tiny_model, hub):
+def folder_of(hub, folder, revision="main"):
+    """The files of the repository, in a folder."""
+    folder.mkdir()
+    for name, content in hub.files(REPOSITORY, revision).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_push_uploads_the_folder_with_our_card(tiny_model, hub, tmp_path):
     model = tiny_model(AdaPerceiverForImageClassification)
-    assert model.push_to_hub("tiny", commit_message="First", tags=["tested"]) == "the commit"
-    assert files_of(hub.folder) == WITHOUT_SOURCES | SOURCES
-    card = ModelCard.load(hub.folder / "README.md")
-    assert 'from_pretrained("someone/tiny", trust_remote_code=True)' in card.text
+    pushed = model.push_to_hub("tiny", commit_message="First", tags=["tested"])
+    folder = folder_of(hub, tmp_path / "pushed")
+    assert files_of(folder) == WITHOUT_SOURCES | SOURCES
+    card = ModelCard.load(folder / "README.md")
+    assert f'name = "{REPOSITORY}"' in card.text
     assert card.data.tags == ["adaperceiver", "tested"]
-    assert (hub.commits[0]["repo_id"], hub.commits[0]["commit_message"]) == ("someone/tiny", "First")
-    assert_equal(AutoModelForImageClassification.from_pretrained(hub.folder).state_dict(), model.state_dict())
+    assert_equal(AutoModelForImageClassification.from_pretrained(folder).state_dict(), model.state_dict())
+
+    first, second = hub.commits[REPOSITORY]
+    assert (first["message"], first["changed"]) == ("First", sorted(WITHOUT_SOURCES | SOURCES))
+    assert pushed.oid == first["oid"]
+    assert second["changed"] == ["README.md"]
+    assert f'revision = "{first["oid"]}"' in card.text  # the commit whose code the snippet runs
+    assert "revision=revision, trust_remote_code=True" in card.text
+
+
+def test_a_push_as_a_pull_request_leaves_the_main_branch_alone(tiny_model, hub):
+    AdaptiveConfig().push_to_hub(REPOSITORY)
+    pushed = tiny_model(AdaPerceiverForImageClassification).push_to_hub(REPOSITORY, create_pr=True)
+    assert set(hub.files(REPOSITORY)) == {"adaptive_config.json"}
+    assert f'revision = "{pushed.oid}"'.encode() in hub.files(REPOSITORY, "refs/pr/1")["README.md"]
 
 
 def test_a_push_without_code_uploads_none(tiny_model, hub):
     tiny_model(AdaPerceiverForImageClassification).push_to_hub("tiny", save_code=False, model_card="# Mine")
-    assert files_of(hub.folder) == WITHOUT_SOURCES
-    assert "auto_map" not in config_of(hub.folder)
-    assert ModelCard.load(hub.folder / "README.md").text.strip() == "# Mine"
+    files = hub.files(REPOSITORY)
+    assert set(files) == WITHOUT_SOURCES
+    assert "auto_map" not in json.loads(files["config.json"])
+    assert ModelCard(files["README.md"].decode()).text.strip() == "# Mine"
+    assert len(hub.commits[REPOSITORY]) == 1  # no snippet that would name a commit
 
 
 @pytest.mark.parametrize("by", ["push_to_hub", "save_pretrained"])
 def test_a_push_leaves_the_card_and_processor_of_the_repository_alone(by, tiny_model, hub, tmp_path):
-    (hub.folder / "README.md").write_text("mine")
-    (hub.folder / "preprocessor_config.json").write_text('{"image_processor_type": "BitImageProcessor"}')
+    api = HfApi(endpoint=hub.url, token="hf_stand_in")
+    api.create_repo(REPOSITORY)
+    processor = BitImageProcessor().to_json_string().encode()
+    for name, content in {"README.md": b"mine", "preprocessor_config.json": processor}.items():
+        api.upload_file(path_or_fileobj=content, path_in_repo=name, repo_id=REPOSITORY)
     model = tiny_model(AdaPerceiverForImageClassification)
     if by == "push_to_hub":
         model.push_to_hub("tiny")
     else:
         model.save_pretrained(tmp_path / "tiny", push_to_hub=True, commit_message="Second")
         assert (tmp_path / "tiny" / "README.md").read_text() == "mine"
-        assert hub.commits[0]["commit_message"] == "Second"
-    assert hub.commits[0]["files"] == {"adaptive_config.json", "config.json", "model.safetensors"} | SOURCES
-    assert (hub.folder / "README.md").read_text() == "mine"
-    assert "Bit" in (hub.folder / "preprocessor_config.json").read_text()
+        assert hub.commits[REPOSITORY][-1]["message"] == "Second"
+    commit = hub.commits[REPOSITORY][-1]
+    assert set(commit["changed"]) == {"adaptive_config.json", "config.json", "model.safetensors"} | SOURCES
+    assert commit["files"]["README.md"] == b"mine"
+    assert commit["files"]["preprocessor_config.json"] == processor
+
+
+def test_a_push_of_a_saved_folder_uploads_the_card_and_processor_that_it_has(tiny_model, hub, tmp_path):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    model.save_pretrained(tmp_path / "tiny", model_card="# Mine")
+    model.save_pretrained(tmp_path / "tiny", push_to_hub=True)
+    assert set(hub.files(REPOSITORY)) == WITHOUT_SOURCES | SOURCES
+    assert b"# Mine" in hub.files(REPOSITORY)["README.md"]
+
+
+def test_an_adaptive_config_an_image_processor_and_a_config_are_pushed_and_load_again(tiny_model, hub, tmp_path):
+    model = tiny_model(AdaPerceiverForImageClassification)
+    model.push_to_hub(REPOSITORY)
+    AdaptiveConfig(tokens=4).push_to_hub(REPOSITORY, commit_message="Four tokens")
+    assert hub.commits[REPOSITORY][-1]["message"] == "Four tokens"
+    assert AdaptiveConfig.from_pretrained(REPOSITORY) == AdaptiveConfig(tokens=4)
+    AdaptiveConfig(tokens=8).save_pretrained(tmp_path / "tiny", push_to_hub=True, repo_id=REPOSITORY, revision="dev")
+    assert AdaptiveConfig.from_pretrained(REPOSITORY, revision="dev") == AdaptiveConfig(tokens=8)
+    assert AdaPerceiverForImageClassification.from_pretrained(REPOSITORY).adaptive_config.tokens == 4
+
+    processor = image_processor_for(model.config, "image-classification")
+    processor.image_mean = [0.1, 0.2, 0.3]
+    processor.push_to_hub(REPOSITORY)
+    assert list(AutoImageProcessor.from_pretrained(REPOSITORY).image_mean) == [0.1, 0.2, 0.3]
+    processor.image_mean = [0.4, 0.2, 0.3]
+    processor.save_pretrained(tmp_path / "tiny", push_to_hub=True, repo_id=REPOSITORY)
+    assert list(AutoImageProcessor.from_pretrained(REPOSITORY).image_mean) == [0.4, 0.2, 0.3]
+    model.config.id2label = {index: f"class {index}" for index in range(10)}
+    model.config.push_to_hub(REPOSITORY)
+    assert AdaPerceiverConfig.from_pretrained(REPOSITORY).id2label[3] == "class 3"
 
 
 def test_a_push_of_parts_of_the_weights_is_refused(tiny_model, hub, tmp_path):
     with pytest.raises(ValueError, match="`distributed_checkpoint=False`"):
         tiny_model(AdaPerceiverModel).save_pretrained(tmp_path, push_to_hub=True, distributed_checkpoint=True)
-    assert hub.commits == []
+    assert hub.commits == {}
 
 
 def test_an_unknown_argument_of_a_push_is_refused(tiny_model, hub):
@@ -405,8 +450,8 @@ def site_without_the_package(tmp_path_factory):
 def run(site_without_the_package, tmp_path):
     """Run a function of this file in a Python of its own, in `tmp_path`, with the package or without."""
 
-    def run(function, with_package=False):
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    def run(function, with_package=False, **variables):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
         environment |= {"HF_HOME": str(tmp_path / "home"), "HF_MODULES_CACHE": str(tmp_path / "home" / "modules")}
         command = [sys.executable]
         if not with_package:
@@ -534,6 +579,51 @@ def load_the_shipped_folders():
         assert pipe(image, tokens=4, report=True)["report"]["tokens"] == 4
 
 
+def fine_tune_what_the_hub_has():
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    remote = {"trust_remote_code": True}
+    model = AutoModelForImageClassification.from_pretrained("someone/tiny", **remote)
+    processor = AutoImageProcessor.from_pretrained("someone/tiny", **remote)
+    assert type(model).__module__.startswith("transformers_modules.")
+    with torch.no_grad():
+        model.classifier.bias += 1
+    model.save_pretrained("tuned")
+    processor.save_pretrained("tuned")
+    pixel_values = torch.ones(1, 3, 32, 32)
+    torch.save((pixel_values, model(pixel_values, width=16).logits), "expected.pt")
+    model.push_to_hub("someone/tuned")
+    processor.push_to_hub("someone/tuned")
+    model.adaptive_config.push_to_hub("someone/tuned")
+
+
+def load_what_was_fine_tuned():
+    import torch
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    pixel_values, expected = torch.load("expected.pt")
+    for folder in ("tuned", "pushed"):
+        model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=True)
+        torch.testing.assert_close(model(pixel_values, width=16).logits, expected, rtol=1e-5, atol=1e-5)
+        AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+        assert pipeline(model=folder, trust_remote_code=True).task == "image-classification"
+
+
+def test_a_checkpoint_of_the_hub_is_fine_tuned_by_its_remote_code_and_loads_again_offline(
+    tiny_model, hub, run, tmp_path
+):
+    tiny_model(AdaPerceiverForImageClassification).push_to_hub("tiny")
+    of_the_hub = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_stand_in", "HF_HUB_OFFLINE": "0"}
+    assert run(fine_tune_what_the_hub_has, **of_the_hub) == "held"
+    (tmp_path / "pushed").mkdir()
+    for name, content in hub.files("someone/tuned").items():
+        (tmp_path / "pushed" / name).write_bytes(content)
+    assert files_of(tmp_path / "pushed") == files_of(tmp_path / "tuned") == WITHOUT_SOURCES | SOURCES
+    assert ModelCard.load(tmp_path / "pushed" / "README.md").data.base_model == "someone/tiny"
+    assert run(load_what_was_fine_tuned, HF_HUB_OFFLINE="1") == "held"
+
+
 @pytest.mark.parametrize("with_package", [True, False], ids=["with the package", "without"])
 def test_the_shipped_folders_load_and_run(with_package, run, tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
@@ -644,7 +734,7 @@ def load_two_versions_at_once():
     shutil.copytree(original, "edited")
     source = Path("edited/modeling_adaperceiver.py")
     text = source.read_text()
-    doubled = text.replace("logits = self.classifier(", "logits = 2 * self.classifier(")
+    doubled = text.replace('"logits"] = self.classifier(', '"logits"] = 2 * self.classifier(')
     assert doubled != text
     source.write_text(doubled)
 
