@@ -71,7 +71,7 @@ class OperatingPoint(NamedTuple):
         """The depths, below the last, at which an image may exit."""
         return range(self.exit_after, 0 if self.exit_threshold is None else self.depth, self.exit_every)
 
-    def per_image(self) -> dict[str, tuple]:
+    def per_image(self) -> dict[str, tuple[Any, ...]]:
         """The values that differ from image to image."""
         return {name: getattr(self, name) for name in PER_IMAGE_FIELDS if isinstance(getattr(self, name), tuple)}
 
@@ -548,7 +548,7 @@ class AdaptiveMixin(Base):
         width, and depth last.
         """
         config, own = self.config, self.adaptive_config
-        per_image: dict[str, tuple] = {}
+        per_image: dict[str, tuple[Any, ...]] = {}
         given = {name: value for name, value in kwargs.items() if value is not None}
         for name in PER_IMAGE_FIELDS:
             values: Any = given.get(name)

@@ -107,7 +107,7 @@ class OnceForAll(NamedTuple):
             return self
         return self._replace(width=tuple(self.width[index] for index in indices))
 
-    def sorted_by_width(self, *tensors: torch.Tensor | None) -> tuple:
+    def sorted_by_width(self, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
         """
         The same step with the images in the order of their widths, which the FFNs can slice: the step, that order, and the
         tensors in it.

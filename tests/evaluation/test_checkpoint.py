@@ -1,5 +1,7 @@
 """The checkpoint that the repository ships, on the photographs beside it, and `make demo`."""
 
+import json
+
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -30,10 +32,15 @@ def samples():
 def test_it_is_an_ordinary_folder_of_weights(model):
     assert type(model) is AdaPerceiverForImageClassification
     files = [path.name for path in FOLDER.iterdir()]
+    assert all(
+        (FOLDER / name).is_symlink() for name in files if name.endswith(".py")
+    )  # the code is that of the repository
     assert {"config.json", "model.safetensors", "preprocessor_config.json", "README.md", "accuracy_table.json"} <= set(
         files
     )
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 15e6
+    auto_map = json.loads((FOLDER / "config.json").read_text())["auto_map"]
+    assert {f"{name.partition('.')[0]}.py" for name in auto_map.values()} <= set(files)
 
 
 @torch.no_grad()
@@ -75,6 +82,7 @@ def test_budgets_are_spent_by_its_table(model):
         assert table[point.tokens, point.width, point.depth] == max(affordable.values())
 
 
+@pytest.mark.slow
 def test_the_demo_shows_every_budget_and_nothing_else(model, tmp_path):
     printed = run_script("demo.py", tmp_path, output=tmp_path / "out")
     assert (printed.returncode, printed.stderr) == (0, "")  # no warnings, no bars where there is no terminal

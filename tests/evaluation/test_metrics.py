@@ -66,6 +66,7 @@ def test_metrics_load_by_path_without_a_network(name, monkeypatch):
     assert "predictions" in metric.add_batch.__doc__
 
 
+@pytest.mark.slow
 def test_metrics_load_from_the_installed_package_away_from_the_repository(tmp_path):
     code = f"""
 import os
@@ -196,6 +197,7 @@ def two_processes(samples, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["gathered", "reduced", "one process has it all"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_processes_give_the_scores_of_one(name, way, samples, two_processes):

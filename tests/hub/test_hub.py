@@ -305,6 +305,7 @@ def save_parts_onto_links():
     assert {path: path.read_text() for path in sources} == sources
 
 
+@pytest.mark.slow
 def test_saving_a_processor_or_a_config_of_remote_code_onto_links_replaces_them(linked, run):
     assert run(save_parts_onto_links) == "held"
 
@@ -610,6 +611,7 @@ def load_what_was_fine_tuned():
         assert pipeline(model=folder, trust_remote_code=True).task == "image-classification"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_hub_is_fine_tuned_by_its_remote_code_and_loads_again_offline(
     tiny_model, hub, run, tmp_path
 ):
@@ -624,12 +626,14 @@ def test_a_checkpoint_of_the_hub_is_fine_tuned_by_its_remote_code_and_loads_agai
     assert run(load_what_was_fine_tuned, HF_HUB_OFFLINE="1") == "held"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_package", [True, False], ids=["with the package", "without"])
 def test_the_shipped_folders_load_and_run(with_package, run, tmp_path):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     assert run(load_the_shipped_folders, with_package) == "held"
 
 
+@pytest.mark.slow
 def test_every_folder_loads_runs_and_saves_again_with_transformers_alone(saved, run):
     assert run(load_with_transformers_alone) == "held"
 
@@ -670,6 +674,7 @@ def load_before_and_after_importing_the_package():
     assert again.adaptive_config == adaperceiver.AdaptiveConfig(tokens=8)
 
 
+@pytest.mark.slow
 def test_remote_code_and_the_installed_package_do_not_clash(saved, run):
     assert run(load_before_and_after_importing_the_package, with_package=True) == "held"
 
@@ -702,6 +707,7 @@ def load_with_an_older_transformers():
     AutoConfig.from_pretrained(folder, **remote)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["by hub id or folder", "the package"])
 def test_an_older_transformers_is_refused_before_anything_else_is_imported(entry, tiny_model, run, tmp_path):
     if entry == "the package":
@@ -756,6 +762,7 @@ def load_two_versions_at_once():
         torch.testing.assert_close(logits, factor * expected[original][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_versions_of_the_code_loaded_at_once_do_not_mix(saved, run):
     assert run(load_two_versions_at_once) == "held"
 

@@ -71,7 +71,9 @@ def test_the_normalisation_is_that_of_the_config(task):
 
 
 def test_other_tasks_are_refused_with_those_allowed(tiny_config):
-    with pytest.raises(ValueError, match=r"`task` must be one of image-classification, .*, got 'object-detection'"):
+    with pytest.raises(
+        ValueError, match=r"`task` must be one of image-feature-extraction, .*, got 'object-detection'"
+    ):
         image_processor_for(tiny_config, "object-detection")
 
 

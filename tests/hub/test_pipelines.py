@@ -376,6 +376,7 @@ torch.save(results, "results.pt")
 """
 
 
+@pytest.mark.slow
 def test_remote_code_gives_the_same_and_leaves_other_pipelines_alone(make, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     expected = {}

@@ -560,6 +560,7 @@ def training_arguments(folder, **arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_trainer_lowers_the_loss_and_leaves_a_checkpoint(tiny_config, tmp_path):
     tiny_config.num_labels = 3
     model = AdaPerceiverForImageClassification(tiny_config)
@@ -578,6 +579,7 @@ def test_the_trainer_lowers_the_loss_and_leaves_a_checkpoint(tiny_config, tmp_pa
     assert_equal(aligned(loaded)(pixel_values).logits, aligned(model.eval())(pixel_values).logits)
 
 
+@pytest.mark.slow
 def test_the_trainer_trains_every_configuration_with_no_subclass(tiny_config, tmp_path):
     tiny_config.num_labels, tiny_config.adaptive_axes = 3, ["tokens", "depth", "width"]
     model, dataset = AdaPerceiverForImageClassification(tiny_config), coloured_images(48)

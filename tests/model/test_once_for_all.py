@@ -382,6 +382,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_model_sharded_over_two_processes_gets_the_gradients_of_a_whole_one(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.replace("**TINY", f"**{TINY}"))

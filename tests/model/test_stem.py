@@ -171,6 +171,7 @@ def test_the_flops_of_a_stem_are_those_that_torch_counts(rows, size, tiny_model)
         assert counted == model.flops(image_size=size, batch_size=2, **point)["total"] > 0
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stem_is_exported_to_onnx(tiny_model, tmp_path):
     pytest.importorskip("onnx")

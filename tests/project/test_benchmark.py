@@ -27,6 +27,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_smoke_run_shows_every_suite_and_judges_nothing(tmp_path, capsys):
     benchmark.main(["--smoke", "--output", str(tmp_path)])
     printed = capsys.readouterr()
@@ -65,6 +66,7 @@ def other_checkout(tmp_path):
     return tmp_path / "other"
 
 
+@pytest.mark.slow
 def test_every_case_is_in_the_table_with_its_ratio(run, other_checkout, capsys):
     rows = run("--against", other_checkout)
     assert [(row["case"], row["batch"]) for row in rows] == [
@@ -86,6 +88,7 @@ def test_every_case_is_in_the_table_with_its_ratio(run, other_checkout, capsys):
             assert (f"{row['case']}, batch {row['batch']}" in slower) == (float(row["ratio"]) > 1.02)
 
 
+@pytest.mark.slow
 def test_the_other_checkout_is_what_runs_there(run, other_checkout):
     path = other_checkout / "modeling" / "modeling_adaperceiver.py"
     source = path.read_text()
@@ -104,6 +107,7 @@ def test_the_other_checkout_is_what_runs_there(run, other_checkout):
         run("--against", other_checkout, "--only", "grid")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_named(run, other_checkout, tmp_path, capfd):
     with pytest.raises(ValueError, match=rf"^--against must be a checkout .*got {tmp_path}$"):
         run("--against", tmp_path)
@@ -115,6 +119,7 @@ def test_what_cannot_be_compared_is_named(run, other_checkout, tmp_path, capfd):
     assert "ImportError: cannot import name 'Once'" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", checkouts.SIZES)
 def test_images_exit_at_different_depths(size, monkeypatch):
     """Of `early_exit`; of `no_exit`, none."""

@@ -11,7 +11,11 @@ CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def marked(page):
+    return pytest.param(page, marks=pytest.mark.slow if page.name in ("export.md", "pipelines.md") else ())
+
+
+@pytest.mark.parametrize("page", map(marked, PAGES), ids=lambda page: page.name)
 def test_python_blocks_run_and_print_what_they_say(page, tmp_path, monkeypatch, capsys):
     for folder in ("checkpoints", "examples", "modeling"):  # what pages name, beside what they write
         (tmp_path / folder).symlink_to(ROOT / folder)

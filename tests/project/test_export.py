@@ -52,6 +52,7 @@ def refusal(script, monkeypatch):
 # --- torch.export
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "model_class",
@@ -71,6 +72,7 @@ def test_an_exported_operating_point_equals_the_model_at_every_batch_size(model_
 # --- ONNX
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("model_class", [AdaPerceiverForImageClassification, AdaPerceiverForDepthEstimation])
 def test_the_onnx_file_gives_the_models_outputs_at_another_batch_size(model_class, tmp_path):
@@ -121,6 +123,7 @@ def test_an_onnx_file_with_other_numbers_is_not_kept(script, refusal, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.slow
 def test_a_bad_argument_stops_the_export_with_its_name(tmp_path):
     pytest.importorskip("onnxruntime")
     result = run_script("export_onnx.py", tmp_path, output="model.onnx", tokens=0)
@@ -175,6 +178,7 @@ def test_int8_runs_every_linear_layer_and_stays_close(script):
     assert (actual.argmax(-1) == expected.argmax(-1)).float().mean() > 0.85
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_int8_script_prints_its_table_and_leaves_a_model_that_loads(script, tmp_path):
     datasets = pytest.importorskip("datasets")

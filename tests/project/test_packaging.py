@@ -19,6 +19,7 @@ from adaperceiver.hub_adaperceiver import write_sources
 ONLY_FOR_SCRIPTS = ("accelerate", "datasets", "evaluate", "matplotlib", "peft", "timm", "torchvision")
 
 
+@pytest.mark.slow
 def test_the_import_name_is_adaperceiver_and_nothing_else(tmp_path):
     distribution = importlib.metadata.distribution("adaperceiver")
     assert distribution.read_text("top_level.txt").split() == ["adaperceiver"]
@@ -27,6 +28,7 @@ def test_the_import_name_is_adaperceiver_and_nothing_else(tmp_path):
     assert run(code, tmp_path) == "False False True True"
 
 
+@pytest.mark.slow
 def test_the_library_runs_without_what_only_the_scripts_need(tmp_path):
     # `None` in `sys.modules` is how Python says that there is no such module, to `import` and to `find_spec`.
     code = f"""
@@ -59,6 +61,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
     version = adaperceiver.__version__
     files = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
@@ -85,6 +88,7 @@ def installed(wheel, tmp_path_factory):
     return python, packages / "adaperceiver"
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_has_its_labels_metrics_and_recipes_and_needs_no_repository(installed, tmp_path):
     python, package = installed
     code = """

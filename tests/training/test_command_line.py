@@ -193,6 +193,7 @@ def test_an_error_in_a_loader_is_told_without_its_traceback(monkeypatch, capsys)
     assert line_of(distill, [], monkeypatch, capsys) == "None of 4 images can be read."
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_one_line_and_exit_code_2(tmp_path):
     script = [sys.executable, str(EXAMPLES / "distill.py"), "--batch_size", "0"]
     result = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -169,6 +169,7 @@ def test_a_run_leaves_ordinary_checkpoints_metrics_and_a_card(whole_run):
     assert len(model.accuracy_table.points) == 3 * 3 * 2  # tokens x widths x depths, for budgets to be spent by
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_loss_curve(arguments, whole_run, tmp_path):
     slow = command(arguments(steps=STEPS), 1)
     process = subprocess.Popen(slow, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -190,6 +191,7 @@ def test_a_killed_run_resumes_with_the_same_loss_curve(arguments, whole_run, tmp
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(arguments, whole_run, tmp_path):
     subprocess.run(command(arguments(), 2), env=ENVIRONMENT, check=True, capture_output=True)
     expected, actual = losses(whole_run), losses(tmp_path / "run")
@@ -280,6 +282,7 @@ def test_no_axis_trains_the_full_model_as_a_single_width_does(arguments, tmp_pat
         assert_equal(ours.data, theirs.data)
 
 
+@pytest.mark.slow
 def test_two_processes_go_from_stage_to_stage(arguments, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("stages:\n  - adaptive_axes: [tokens]\n  - adaptive_axes: [tokens, depth]\n")
@@ -448,6 +451,7 @@ def test_data_may_come_as_parquet_or_shards_whole_or_streamed(form, arguments, i
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_streamed_run_resumes_where_it_stopped(arguments, image_folder, tmp_path, monkeypatch):
     form = {**streamed_parquet(image_folder, tmp_path), "workers": 1}
     distill.main(arguments(**form, output_dir=tmp_path / "whole"))
@@ -756,6 +760,7 @@ def test_a_checkpoint_with_a_stem_goes_on_with_the_stem_frozen(arguments, tmp_pa
         distill.main(arguments(freeze_stem=True, output_dir=tmp_path / "other"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_teacher_says_the_same(tmp_path):
     folder, accelerator = save_teacher(tmp_path / "teacher", kind="resnet"), Accelerator(cpu=True)

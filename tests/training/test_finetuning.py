@@ -166,6 +166,7 @@ def test_mixed_images_are_trained_on_their_mixed_labels():
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_loss_curve(arguments, tmp_path):
     run_semantic_segmentation.main(arguments("segmentation", output_dir=tmp_path / "whole", steps=6))
     command = [sys.executable, str(EXAMPLES / "run_semantic_segmentation.py"), *arguments("segmentation", steps=6)]
@@ -271,16 +272,19 @@ def run_default(task, steps, tmp_path):
     return lines_of(tmp_path / "run")[-1]
 
 
+@pytest.mark.slow
 def test_classification_by_default_is_well_above_chance(tmp_path):
     assert run_default("classification", 100, tmp_path)["top1"] > 0.2  # of ten classes
 
 
+@pytest.mark.slow
 def test_segmentation_by_default_is_well_above_chance(tmp_path):
     masks = np.stack([scene(FIRST_INDEX["validation"] + index)["mask"] for index in range(200)])
     everywhere_background = (masks == 0).mean() / len(MASK_LABELS)  # mean IoU over all classes
     assert run_default("segmentation", 125, tmp_path)["mean_iou"] > 1.7 * everywhere_background
 
 
+@pytest.mark.slow
 def test_depth_by_default_is_well_above_chance(tmp_path):
     depths = np.stack([scene(FIRST_INDEX["validation"] + index)["depth"] for index in range(200)])
     always_the_same = np.sqrt(((depths - depths.mean()) ** 2).mean(axis=(1, 2))).mean()

@@ -159,6 +159,7 @@ def test_soap_needs_fewer_steps_than_adamw_and_starts_without_a_jump(noise, shar
     assert sum(losses[-20:]) < share * sum(expected[-20:])
 
 
+@pytest.mark.slow
 def test_soap_takes_the_same_steps_in_two_processes(tmp_path):
     """Each rank sees half the batch. Both end with the same weights, which are those of one process with all of it."""
     code = f"""

@@ -176,6 +176,7 @@ def test_overwriting_removes_an_earlier_run_only_when_the_next_one_trains(tmp_pa
     assert not (tmp_path / "final").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_run_into_one_folder(tmp_path):
     code = f"""
         import time

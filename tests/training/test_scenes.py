@@ -5,8 +5,7 @@ import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from adaperceiver.training.data import LABELS
-from adaperceiver.training.scenes import MASK_LABELS, scene, scenes, teacher
+from adaperceiver.training.scenes import LABELS, MASK_LABELS, scene, scenes, teacher
 
 
 @pytest.fixture(scope="module")
