@@ -585,9 +585,9 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
         return components
 
 
-def still_running(exited: torch.Tensor, gone: int) -> torch.Tensor:
-    """The rows that have not `exited`, in order, where `gone` of them have: their number is known without waiting."""
-    return exited.int().argsort(stable=True)[: len(exited) - gone]
+def still_running(exited: torch.Tensor, num_exited: int) -> torch.Tensor:
+    """The rows that have not `exited`, in order, where `num_exited` of them have: their number is known without waiting."""
+    return exited.int().argsort(stable=True)[: len(exited) - num_exited]
 
 
 def forward_of_head(forward: Callable) -> Callable:
@@ -662,7 +662,7 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
 
         rows = torch.arange(images, device=device)  # the image in each row of the batch that runs
         exited = torch.zeros(images, dtype=torch.bool, device=device)  # rows that still run though their image exited
-        gone = done = 0  # how many of these there are; blocks that ran
+        num_exited = done = 0  # how many of these there are; blocks that ran
         for depth in (*probe_depths, point.depth):
             latents, done = model.run_blocks(latents, rope, point, done, depth, **kwargs), depth
             written = model.class_readout(latents, rope, folded)
@@ -671,20 +671,20 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
                 confident = self.confidence(written[:, 0], temperature) >= thresholds[rows]
                 exiting = (confident & ~exited).nonzero()[:, 0]  # how many: all that the host waits for
             else:
-                exiting = still_running(exited, gone)
+                exiting = still_running(exited, num_exited)
             if len(exiting) == 0:
                 continue
             final_latents.index_copy_(0, rows[exiting], latents.index_select(0, exiting))
             class_tokens.index_copy_(0, rows[exiting], written.index_select(0, exiting))
             exit_depth.index_fill_(0, rows[exiting], depth)
             exited.index_fill_(0, exiting, True)
-            gone, blocks_to_go = gone + len(exiting), point.depth - depth
-            if gone == len(rows):
+            num_exited, blocks_to_go = num_exited + len(exiting), point.depth - depth
+            if num_exited == len(rows):
                 break
             # Leaving rows out copies the others, which costs each about 2 % of a block: do so when it saves more.
-            if gone * blocks_to_go > 0.02 * (len(rows) - gone):
-                staying = still_running(exited, gone)
-                latents, rows, exited, gone = latents.index_select(0, staying), rows[staying], exited[staying], 0
+            if num_exited * blocks_to_go > 0.02 * (len(rows) - num_exited):
+                staying = still_running(exited, num_exited)
+                latents, rows, exited, num_exited = latents.index_select(0, staying), rows[staying], exited[staying], 0
         return model.write(final_latents, input_tokens, rope, class_tokens, exit_depth)
 
     def confidence(self, class_tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -753,8 +753,8 @@ class AdaPerceiverForImageClassification(AdaPerceiverPreTrainedModel):
         past: list[list[torch.Tensor]] = [[] for _ in range(point.depth)]
         done: list[torch.Tensor] = []
         for start, stop in self.config.token_groups(point.tokens, point.attention):
-            new, turn = latents[:, start:stop], rope[start:stop]
-            done.append(model.run_blocks(new, turn, point, 0, point.depth, past, **kwargs))
+            new, new_rope = latents[:, start:stop], rope[start:stop]
+            done.append(model.run_blocks(new, new_rope, point, 0, point.depth, past, **kwargs))
             (logits,) = predict(torch.cat(done, dim=1), [stop])
             yield AdaPerceiverClassifierOutput(logits=logits).ran_at(point._replace(tokens=stop), images)
 
