@@ -4,18 +4,16 @@ Speed and memory, as ratios: what is compared takes turns in one process, and me
 Each suite gives rows; `SUITES` names them.
 """
 
-import platform
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ViTConfig, ViTForImageClassification
 
-from ..adaptive_adaperceiver import interleaved
+from ..adaptive_adaperceiver import interleaved, machine_name
 from ..configuration_adaperceiver import AdaPerceiverConfig
 from ..modeling_adaperceiver import AdaPerceiverForDistillation, AdaPerceiverForImageClassification
 from ..once_for_all_adaperceiver import OnceForAll
@@ -118,7 +116,7 @@ def block_attention_suite(bench: Benchmark) -> list[Row]:
 
 
 def vit_suite(bench: Benchmark) -> list[Row]:
-    """GFLOP/s against transformers' ViT, and peak memory beyond the weights against what it needs."""
+    """GFLOP/s and time against transformers' ViT, and peak memory beyond the weights against what it needs."""
     model, vit, rows = (
         build(bench.scale.full),
         ViTForImageClassification(ViTConfig(num_labels=1000, **bench.scale.vit)).eval(),
@@ -140,6 +138,15 @@ def vit_suite(bench: Benchmark) -> list[Row]:
         ratio = speed["adaperceiver"] / speed["vit"]
         name = f"GFLOP/s, batch {batch} ({speed['adaperceiver']:.0f} against {speed['vit']:.0f})"
         rows.append(bench.row("vit", name, ratio, ">= 0.9", times))
+    tokens, width, one_image = model.config.max_latent_tokens // 8, model.config.max_width // 2, images(model, 1)
+    runs = {
+        "vit": lambda: vit(one_image),
+        f"{tokens} tokens": lambda: model(one_image, tokens=tokens),
+        f"width {width}": lambda: model(one_image, width=width),
+    }
+    times = bench.times(runs, "ViT, one image")
+    for name, bound in zip(list(runs)[1:], ("<= 0.54", "<= 1.51")):
+        rows.append(bench.row("vit", f"time, batch 1, {name}", times[name] / times["vit"], bound, times))
     memory = {
         name: peak_memory(network, lambda: network(pixel_values), pixel_values)  # noqa: B023
         for name, network in (("adaperceiver", model), ("vit", vit))
@@ -360,8 +367,4 @@ SUITES = {
 
 
 def machine() -> str:
-    model, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":")[1].strip() if names else model
-    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32"
+    return f"{machine_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32"
