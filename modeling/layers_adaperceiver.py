@@ -45,20 +45,19 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
 
 
+def may_place_results(states: torch.Tensor) -> bool:
+    """Whether a product of `states` may be written to memory of our choice: in inference on CPU, as it is written here."""
+    changed = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")
+    return states.device.type == "cpu" and not changed
+
+
 def aligned_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """
     `nn.functional.linear`, but in inference on CPU the rows of the result start at multiples of 64 bytes in memory. BLAS
     writes them faster than the odd row lengths that hidden sizes such as 2138 give.
     """
     columns = weight.shape[0]
-    plain = (
-        columns % 16 == 0
-        or states.device.type != "cpu"
-        or torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cpu")
-    )
-    if plain:
+    if columns % 16 == 0 or not may_place_results(states):
         return nn.functional.linear(states, weight, bias)
     rows = states.shape[:-1].numel()  # not before: asked for while exporting, it would fix the batch size of the graph
     output = states.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
@@ -574,12 +573,17 @@ class AdaPerceiverClassReadout(nn.Module):
         write, head_size = self.write, self.write.config.head_size
         backwards = torch.stack((rope[..., 0], -rope[..., 1]), dim=-1)  # where the keys would be turned forward
         query = rotate(write.query(self.output_token) * write.scaling, backwards)[0]  # (heads, latents, head_size)
-        folded = (query @ write.k_proj.weight.unflatten(0, (-1, head_size))).transpose(0, 1)
+        key_weight = write.k_proj.weight.unflatten(0, (-1, head_size))
+        if may_place_results(query):  # in the order in which all readouts go through it
+            folded = query.new_empty(query.shape[1], len(query), key_weight.shape[2])
+            torch.bmm(query, key_weight, out=folded.transpose(0, 1))
+        else:
+            folded = (query @ key_weight).transpose(0, 1)
         if write.k_proj.bias is None:
             bias = folded.new_zeros(folded.shape[:2])
         else:
             bias = (query @ write.k_proj.bias.view(-1, head_size, 1))[..., 0].T
-        return Folded(folded.contiguous(), bias)  # in the order in which all readouts go through it
+        return Folded(folded, bias)
 
     def forward(
         self,
