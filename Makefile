@@ -3,13 +3,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint links benchmark clean
+.PHONY: demo test test-export lint links benchmark clean
 
 demo: .venv/demo
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+# The exporters and their runtimes have an environment of their own: `make test` needs none of them.
+test-export: .venv-export/installed
+	HF_HUB_OFFLINE=1 .venv-export/bin/python -m pytest tests/deployment
+
+.venv-export/installed: setup.cfg pyproject.toml constraints.txt
+	test -x .venv-export/bin/python || $(PYTHON) -m venv .venv-export
+	.venv-export/bin/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino]" pytest
+	touch $@
 
 # Rules of transformers' linter that are not ours:
 # TRF041: a branch on the config must name the checkpoints that take it. Users make their own configs here.
@@ -48,4 +57,4 @@ benchmark: .venv/installed
 	touch $@ .venv/demo
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-export build dist *.egg-info

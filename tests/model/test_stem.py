@@ -14,7 +14,6 @@ from adaperceiver import AdaPerceiverConfig, AdaPerceiverForImageClassification
 
 pytest.importorskip("kornia", reason="augmentation needs kornia")
 import distill
-import export_onnx
 
 from adaperceiver.training import finetuning
 from adaperceiver.training.teacher import Teacher, stem_of
@@ -169,22 +168,6 @@ def test_the_flops_of_a_stem_are_those_that_torch_counts(rows, size, tiny_model)
     for point in ({}, {"tokens": 4, "width": 16, "depth": 1}):
         counted = counted_flops(model, torch.randn(2, 3, *size), **point)
         assert counted == model.flops(image_size=size, batch_size=2, **point)["total"] > 0
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_stem_is_exported_to_onnx(tiny_model, tmp_path):
-    pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = tiny_model(AdaPerceiverForImageClassification, stem_layers=STEMS[1])
-    network, file = export_onnx.WithTensors(model.extract(tokens=4, depth=1), ["logits"]), tmp_path / "model.onnx"
-    export_onnx.export(network, torch.randn(2, 3, 32, 32), True, None, file)
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    images = torch.randn(5, 3, 32, 32)
-    (logits,) = session.run(None, {"pixel_values": images.numpy()})
-    expected = model(images, tokens=4, depth=1).logits
-    torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-4, rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------- in the scripts
