@@ -126,8 +126,10 @@ def test_imports_between_the_rooms_go_one_way():
         names = list(imported(path))
         if room != "training":
             assert not [name for name in names if name.startswith("adaperceiver.training")], path
-        if room not in ("training", "evaluation"):
+        if room not in ("training", "evaluation", "deployment"):
             assert not [name for name in names if name.startswith("adaperceiver.evaluation")], path
+        if room != "deployment":
+            assert not [name for name in names if name.startswith("adaperceiver.deployment")], path
 
 
 def test_remote_code_has_none_of_the_rooms(tmp_path):
