@@ -41,10 +41,12 @@ class ExportArguments:
     width: int | None = field(default=None, metadata={"help": "Width of the FFNs of one network."})
     depth: int | None = field(default=None, metadata={"help": "Number of blocks of one network."})
     depths: list[int] = field(
-        default_factory=list, metadata={"help": "Depths of a bundle beside the last one and those of probes."}
+        default_factory=list, metadata={"help": "Depths of a bundle beside the last one and those of --exit_every."}
     )
-    exit_after: int | None = field(default=None, metadata={"help": "First probe of a bundle; the checkpoint's, or 1."})
-    exit_every: int | None = field(default=None, metadata={"help": "Blocks between probes; the checkpoint's, or 1."})
+    exit_after: int | None = field(
+        default=None, metadata={"help": "First depth (and probe) of a bundle; the checkpoint's, or 1."}
+    )
+    exit_every: int | None = field(default=None, metadata={"help": "Blocks between them; the checkpoint's, or 1."})
     dynamic_size: bool = field(default=False, metadata={"help": "Leave the image size of one ONNX network open."})
     int8: bool = field(default=False, metadata={"help": "Products with weights in int8; needs --calibration."})
     calibration: str | None = field(default=None, metadata={"help": "Images to calibrate on: as --dataset."})

@@ -134,16 +134,15 @@ def write_bundle(
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """
-    Fill `folder` and return its manifest. Depths are those of `model`'s probes (`exit_after`, `exit_every`), its last one and
-    `depths`. With `calibration`, batches of pixel values, products with weights run in int8.
+    Fill `folder` and return its manifest. Depths are `exit_after` of `model`, every `exit_every`-th from there, its last one
+    and `depths`. With `calibration`, batches of pixel values, products with weights run in int8.
     """
     config, base = model.config, model.base_model
     check(model)
     image_size = size_of(processor, config.image_size)
     after, every = (getattr(model.adaptive_config, name) or 1 for name in ("exit_after", "exit_every"))
     last = config.num_hidden_layers
-    probes = range(after, last, every) if model.exits_early else ()
-    depths = sorted({*probes, *depths, last})
+    depths = sorted({*range(after, last, every), *depths, last})
     ranges = None if calibration is None else input_ranges(model, calibration)
 
     say("exporting the parts")
