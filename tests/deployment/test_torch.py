@@ -12,6 +12,7 @@ from adaperceiver import (
 from adaperceiver.deployment.export import export, load, verify, whole_folder
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "model_class",
