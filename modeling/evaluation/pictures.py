@@ -14,7 +14,7 @@ from PIL import ImageOps
 from PIL.Image import Image
 from torch import nn
 
-from .style import SEQUENCE, picture_grid, styled
+from .style import BLUE, LIGHT, RED, SEQUENCE, new_figure, picture_grid, styled
 
 
 Point = Mapping[str, Any]  # adaptive arguments of a call
@@ -118,14 +118,21 @@ def draw_features(model: nn.Module, processor: Any, photographs: Sequence[Image]
 
 
 @torch.no_grad()
-def dense_predictions(model: nn.Module, pixel_values: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
-    """(tokens, batch, height, width): the class of each pixel, or its depth in metres"""
+def dense_predictions(model: nn.Module, pixel_values: torch.Tensor, points: Sequence[Point]) -> np.ndarray:
+    """(points, batch, height, width): the class of each pixel, or its depth in metres"""
     predictions = []
-    for count in tokens:
-        outputs = model(pixel_values, tokens=count)
+    for point in points:
+        outputs = model(pixel_values, **point)
         depth = getattr(outputs, "predicted_depth", None)
         predictions.append(outputs.logits.argmax(dim=1) if depth is None else depth)
     return torch.stack(predictions).cpu().numpy()
+
+
+def to_colors(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Quantities from `low` to `high` as colours: (...) -> (..., 3) from 0 to 255"""
+    from matplotlib import colormaps
+
+    return colormaps[SEQUENCE]((values - low) / max(high - low, 1e-6), bytes=True)[..., :3]
 
 
 def draw_changes(model: nn.Module, processor: Any, photographs: Sequence[Image], tokens: Sequence[int]) -> Any:
@@ -134,7 +141,7 @@ def draw_changes(model: nn.Module, processor: Any, photographs: Sequence[Image],
     or metres.
     """
     pixel_values = embedded(processor, photographs, model)
-    maps = dense_predictions(model, pixel_values, tokens)
+    maps = dense_predictions(model, pixel_values, [{"tokens": count} for count in tokens])
     classes = maps.dtype.kind == "i"
     low, high = (0, max(model.config.num_labels - 1, 1)) if classes else (maps.min().item(), maps.max().item())
     changes = (maps[1:] != maps[:-1]).astype(float) if classes else abs(maps[1:] - maps[:-1])
@@ -158,6 +165,28 @@ def draw_changes(model: nn.Module, processor: Any, photographs: Sequence[Image],
 
 
 # --------------------------------------------------------------------------------------------------------- who exits when
+
+
+def draw_confidence(
+    confidences: Sequence[float], threshold: float | None = None, exit_depth: int | None = None
+) -> Any:
+    """The confidence of one image after every block; the blocks after its early exit, which do not run, are pale."""
+    blocks = range(1, len(confidences) + 1)
+    with styled():
+        figure = new_figure(5.5, 1.9)
+        axes = figure.subplots()
+        ran = len(confidences) if exit_depth is None else exit_depth
+        axes.bar(blocks, confidences, color=[BLUE if block <= ran else LIGHT for block in blocks], width=0.8)
+        title = "confidence after every block"
+        if threshold is not None:
+            axes.axhline(threshold, color=RED, linewidth=1.2)
+            title += f", exit threshold {threshold:.2g}"
+        axes.set(xlim=(0.4, len(confidences) + 0.6), ylim=(0, 1), xlabel="blocks", ylabel="confidence")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.grid(axis="x", visible=False)
+    return figure
 
 
 def draw_exits(

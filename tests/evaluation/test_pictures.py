@@ -60,7 +60,7 @@ def test_colors_of_features_are_those_of_the_first_point(tiny_model):
 @pytest.mark.parametrize("model_class", [AdaPerceiverForSemanticSegmentation, AdaPerceiverForDepthEstimation])
 def test_maps_at_rising_token_counts_are_those_of_calls(tiny_model, model_class):
     model, pixel_values = tiny_model(model_class), images()
-    maps = pictures.dense_predictions(model, pixel_values, [2, 16])
+    maps = pictures.dense_predictions(model, pixel_values, [{"tokens": 2}, {"tokens": 16}])
     outputs = model(pixel_values, tokens=2)
     expected = outputs.logits.argmax(dim=1) if "logits" in outputs else outputs.predicted_depth
     torch.testing.assert_close(torch.from_numpy(maps[0]), expected.detach(), rtol=1e-4, atol=1e-5)
@@ -110,3 +110,14 @@ def test_the_script_draws_what_a_head_can_show(tiny_model, photographs, tmp_path
     assert all(name in printed for name in expected)
     with pytest.raises(ValueError, match=r"--images .*none\.png is no photograph that can be read"):
         visualize.main([*options, "--images", str(tmp_path / "none.png")])
+
+
+def test_blocks_after_the_exit_are_pale_and_the_threshold_is_drawn():
+    (axes,) = pictures.draw_confidence([0.5, 0.92, 0.95], threshold=0.9, exit_depth=2).axes
+    first, second, third = (bar.get_facecolor() for bar in axes.patches)
+    assert first == second != third
+    assert [bar.get_height() for bar in axes.patches] == [0.5, 0.92, 0.95]
+    assert axes.lines[0].get_ydata()[0] == 0.9
+    (axes,) = pictures.draw_confidence([0.5, 0.6]).axes
+    assert len(axes.lines) == 0
+    assert len({bar.get_facecolor() for bar in axes.patches}) == 1
