@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-export lint links benchmark clean
+.PHONY: demo test test-app test-export lint links benchmark clean
 
 demo: .venv/demo
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -19,6 +19,10 @@ test-export: .venv-export/installed
 	test -x .venv-export/bin/python || $(PYTHON) -m venv .venv-export
 	.venv-export/bin/pip install --quiet --constraint constraints.txt --editable ".[onnx,openvino]" pytest
 	touch $@
+
+# The page of examples/app.py in a browser, in an environment of its own: .venv-app.
+test-app: .venv-app/installed
+	HF_HUB_OFFLINE=1 .venv-app/bin/python -m pytest -rs tests/app
 
 # Rules of transformers' linter that are not ours:
 # TRF041: a branch on the config must name the checkpoints that take it. Users make their own configs here.
@@ -56,5 +60,10 @@ benchmark: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@ .venv/demo
 
+.venv-app/installed: setup.cfg pyproject.toml constraints.txt
+	test -x .venv-app/bin/python || $(PYTHON) -m venv .venv-app
+	.venv-app/bin/pip install --quiet --constraint constraints.txt --editable ".[app]" pytest selenium
+	touch $@
+
 clean:
-	rm -rf .venv .venv-export build dist *.egg-info
+	rm -rf .venv .venv-app .venv-export build dist *.egg-info
