@@ -105,7 +105,7 @@ def mask(checkpoint: Checkpoint, photograph: Image, **point: int) -> tuple[np.nd
     """What the model sees, (height, width, 3) from 0 to 255, and each class that was found: its veil (height, width), its name"""
     pixel_values, names = checkpoint.pixels(photograph), checkpoint.model.config.id2label
     classes = dense_predictions(checkpoint.model, pixel_values, [point])[0, 0]
-    picture = np.uint8(255 * shown(pixel_values[0], checkpoint.processor))
+    picture: np.ndarray = (255 * shown(pixel_values[0], checkpoint.processor)).astype(np.uint8)
     return picture, [(0.6 * (classes == label), names[label]) for label in np.unique(classes).tolist()]
 
 
@@ -121,4 +121,4 @@ def features(checkpoint: Checkpoint, photograph: Image, **point: int) -> np.ndar
     """(height, width, 3) from 0 to 255; the colours are those of the full model's first principal components"""
     patch = checkpoint.model.config.patch_size
     _, colors = feature_colors(checkpoint.model, checkpoint.pixels(photograph), [checkpoint.full, point])
-    return np.uint8(255 * colors[0]).repeat(patch, axis=0).repeat(patch, axis=1)
+    return (255 * colors[0]).astype(np.uint8).repeat(patch, axis=0).repeat(patch, axis=1)

@@ -71,7 +71,7 @@ def test_the_wheel_holds_every_module_and_nothing_beside_the_package(wheel):
     for folder, installed in folders.items():
         tree = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*"))
         expected = {Path(installed) / path for path in tree if "__pycache__" not in path.parts}
-        assert {file for file in files if file.suffix in (".py", ".txt", ".yaml")} >= expected
+        assert {file for file in files if file.suffix in (".py", ".txt", ".yaml", ".typed")} >= expected
 
 
 @pytest.fixture(scope="module")
