@@ -239,6 +239,7 @@ def test_a_hub_id_is_loaded_from_the_cache(tmp_path):
         assert_converted(tmp_path, "distillation")
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_code_2(here):
     result = run_script("convert_official_checkpoint.py", here, checkpoint="nowhere.pth", output="ours")
     assert result.returncode == 2

@@ -299,6 +299,7 @@ def test_a_bad_value_in_a_list_is_named_with_its_place(images):
 # --- cost
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "model_class",

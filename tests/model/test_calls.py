@@ -420,6 +420,7 @@ def test_early_exit_waits_once_per_probe(threshold, probes):
     assert operations.names.count("lift_fresh") == 1  # the thresholds, before the first block
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("model_class", HEADS[1:])  # the distillation model reads out like a classifier, too
 def test_every_point_compiles_to_one_graph(model_class, tiny_model):
