@@ -602,7 +602,7 @@ class AdaPerceiverClassReadout(nn.Module):
             prefixes = [[latents.shape[1]] if prefixes is None else prefixes]
             latents = [latents]
         readouts, write = list(zip(latents, prefixes)), self.write
-        if not self.is_plain():
+        if folded is None and not self.is_plain():
             written = [
                 write(self.output_token, latents[:, :stop], source_rope=rope[:stop])
                 for latents, prefixes in readouts
