@@ -36,7 +36,7 @@ from transformers.modeling_outputs import (
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, maybe_autocast, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .adaptive_adaperceiver import (
@@ -962,7 +962,8 @@ class AdaPerceiverDepthHead(nn.Module):
         weights = weights / weights.sum(dim=1, keepdim=True)
         low, high = self.config.min_depth, self.config.max_depth
         centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device)
-        depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None].to(features.dtype)
+        with maybe_autocast(device_type=weights.device.type, enabled=False):  # or this product is one of half precision
+            depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None].to(features.dtype)
         return depth if self.training else depth.clamp(low, high)
 
     def flops(self, positions: int) -> int:

@@ -144,17 +144,40 @@ def test_depth_is_clamped_and_sized_as_the_image_outside_training(images):
 
 
 @torch.no_grad()
-def test_depth_in_half_precision_sums_its_bins_in_float32():
-    head = official_model(AdaPerceiverForDepthEstimation).head.to(torch.bfloat16)
-    head.bins.weight.normal_()
-    features = torch.randn(1, head.bins.in_channels, 8, 8).to(torch.bfloat16)
-    larger = nn.functional.interpolate(features, size=(32, 32), mode="bilinear", align_corners=False)
-    weights = head.bins(larger).double().relu() + 0.1
-    centres = torch.linspace(head.config.min_depth, head.config.max_depth, head.config.num_depth_bins).double()
-    expected = (weights * centres[:, None, None]).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
-    depth = head(features)
-    assert depth.dtype == torch.bfloat16
-    torch.testing.assert_close(depth.double(), expected, rtol=2**-8, atol=0)  # one rounding
+@pytest.mark.parametrize("bins", [2, 8, 64, 256, 1000])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_depth_in_half_precision_sums_its_bins_in_float32(autocast, bins, tiny_model):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        head = tiny_model(AdaPerceiverForDepthEstimation, num_depth_bins=bins, max_depth=float(seed + 1)).head
+        head.bins.weight.normal_(std=10.0 ** (seed % 3 - 1))
+        features = torch.randn(1, head.bins.in_channels, 4, 4)
+        if not autocast:
+            head, features = head.to(torch.bfloat16), features.to(torch.bfloat16)
+        larger = nn.functional.interpolate(features, size=(16, 16), mode="bilinear", align_corners=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            weights, depth = head.bins(larger), head(features)
+        assert weights.dtype == torch.bfloat16
+        weights = weights.double().relu() + 0.1
+        centres = torch.linspace(head.config.min_depth, head.config.max_depth, bins).double()
+        expected = (weights * centres[:, None, None]).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+        assert depth.dtype == features.dtype
+        one_rounding = 1e-5 if autocast else 2**-8
+        torch.testing.assert_close(depth.double(), expected, rtol=one_rounding, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_a_random_depth_model_in_half_precision_is_close_to_itself(autocast, tiny_model):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model, images = tiny_model(AdaPerceiverForDepthEstimation, num_depth_bins=256), torch.randn(2, 3, 32, 32)
+        expected = model(images).predicted_depth
+        if not autocast:
+            model = model.to(torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            actual = model(images).predicted_depth.float()
+        torch.testing.assert_close(actual, expected, rtol=0.03, atol=0)
 
 
 def test_the_depth_loss_can_warm_up(images):
