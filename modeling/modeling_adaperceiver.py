@@ -379,7 +379,8 @@ class AdaPerceiverPreTrainedModel(HubMixin, AdaptiveMixin, PreTrainedModel):
         for name in point.per_image().keys() & given.keys():
             raise ValueError(f"`{name}` must be one value for `extract`, got {given[name]!r}.")
         config = self.config.sub_config(point.tokens, point.width, point.depth)
-        model = type(self)(config).to(dtype=self.dtype, device=self.device)
+        with self.device:
+            model = type(self)(config).to(dtype=self.dtype)
         ours = self.state_dict()
         if missing := model.state_dict().keys() - ours.keys():
             raise ValueError(
@@ -555,8 +556,7 @@ class AdaPerceiverModel(AdaPerceiverPreTrainedModel):
                 missing = max(point.tokens) - tokens
                 outputs.last_hidden_state = nn.functional.pad(outputs.last_hidden_state, (0, 0, 0, missing))
             results.append(outputs)
-        order = torch.tensor([index for indices in groups.values() for index in indices]).argsort()
-        order = order.to(input_tokens.device)
+        order = torch.tensor([index for of in groups.values() for index in of], device=input_tokens.device).argsort()
         return AdaPerceiverModelOutput(
             **{name: torch.cat([outputs[name] for outputs in results])[order] for name in results[0]}
         )
@@ -962,7 +962,9 @@ class AdaPerceiverDepthHead(nn.Module):
         weights = weights / weights.sum(dim=1, keepdim=True)
         low, high = self.config.min_depth, self.config.max_depth
         centres = torch.linspace(low, high, self.config.num_depth_bins, device=weights.device)
-        with maybe_autocast(device_type=weights.device.type, enabled=False):  # or this product is one of half precision
+        with maybe_autocast(
+            device_type=weights.device.type, enabled=False
+        ):  # or this product is one of half precision
             depth = torch.einsum("bkhw,k->bhw", weights, centres)[:, None].to(features.dtype)
         return depth if self.training else depth.clamp(low, high)
 
