@@ -44,6 +44,10 @@ class Arguments:
     segment: int = field(default=7, metadata={"help": "Blocks between the depths of the bundles."})
     repeats: int = 9
     threads: int = 2
+    cpu_time: bool = field(
+        default=False,
+        metadata={"help": "CPU time in place of wall time: with --threads 1, what a busy machine disturbs least."},
+    )
     compiled: bool = field(default=False, metadata={"help": "torch.compile as well; half a minute for every row."})
     vit: bool = field(default=False, metadata={"help": "ViT-B/16 as well, eager and by ONNX Runtime."})
     smoke: bool = field(
@@ -100,7 +104,9 @@ def main(arguments: list[str]) -> None:
             baselines = vit_runs(Path(temporary) / "vit", args.threads)
         repeats = 1 if args.smoke else args.repeats
         rows = []
-        for row in benchmarks.compare(model, sessions, points, args.batch_sizes, repeats, args.compiled, baselines):
+        for row in benchmarks.compare(
+            model, sessions, points, args.batch_sizes, repeats, args.compiled, args.cpu_time, baselines
+        ):
             rows.append(row)
             print(
                 f"batch {row['batch']:3}, {row['tokens']:4} tokens {row['runtime']:24} {row['ms']:9.2f} ms "
@@ -118,7 +124,7 @@ def main(arguments: list[str]) -> None:
                     f"count, {taken['second_width']} more for a second width",
                     flush=True,
                 )
-    write_table(rows, {"machine": machine()}, Path(args.output), "runtimes")
+    write_table(rows, {"machine": machine(), "cpu_time": args.cpu_time}, Path(args.output), "runtimes")
 
 
 if __name__ == "__main__":

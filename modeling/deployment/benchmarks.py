@@ -1,8 +1,10 @@
 """Milliseconds and memory of the ways to run one network: PyTorch eager and compiled, bundles in float32 and int8."""
 
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adaptive_adaperceiver import interleaved
 from .session import AdaptiveSession
 
 
@@ -26,12 +27,13 @@ def compare(
     batch_sizes: Sequence[int],
     repeats: int,
     compiled: bool = False,
+    cpu_time: bool = False,
     baselines: dict[str, Callable[[torch.Tensor], Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """
     Rows of milliseconds per call, by runtime, operating point and batch size. All runtimes of a point and a batch size take
     turns, and `ratio` is the time of the same point in eager PyTorch over that of the row: above 1 is faster. `baselines` run
-    in every comparison.
+    in every comparison. `cpu_time` counts what the process computes rather than how long it takes.
     """
     config = model.config
     for batch_size in batch_sizes:
@@ -44,7 +46,7 @@ def compare(
                 runs["compiled"] = partial(network, pixel_values)
             runs |= {name: partial(session, array, **point) for name, session in sessions.items()}
             runs |= {name: partial(run, pixel_values) for name, run in (baselines or {}).items()}
-            times = interleaved(runs, repeats)
+            times = medians(runs, repeats, time.process_time if cpu_time else time.perf_counter)
             for name, ms in times.items():
                 yield {
                     "batch": batch_size,
@@ -53,6 +55,20 @@ def compare(
                     "ms": round(ms, 2),
                     "ratio": round(times[EAGER] / ms, 3),
                 }
+
+
+def medians(
+    runs: dict[Hashable, Callable[[], Any]], repeats: int, clock: Callable[[], float]
+) -> dict[Hashable, float]:
+    """Median milliseconds of each run; they take turns."""
+    times: dict[Hashable, list[float]] = {name: [] for name in runs}
+    for round_ in range(1 + repeats):
+        for name, run in runs.items():
+            start = clock()
+            run()
+            if round_ > 0:  # the first call is slower
+                times[name].append(1e3 * (clock() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 MEMORY = """
