@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-app test-export lint links benchmark clean
+.PHONY: demo test test-app test-export test-lowest lint links benchmark clean
 
 demo: .venv/demo
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ test-export: .venv-export/installed
 # The page of examples/app.py in a browser, in an environment of its own: .venv-app.
 test-app: .venv-app/installed
 	HF_HUB_OFFLINE=1 .venv-app/bin/python -m pytest -rs tests/app
+
+# The quick tests with the oldest versions that setup.cfg allows.
+test-lowest: .venv/lowest/installed
+	HF_HUB_OFFLINE=1 .venv/lowest/bin/python -m pytest -m "not slow"
 
 # Rules of transformers' linter that are not ours:
 # TRF041: a branch on the config must name the checkpoints that take it. Users make their own configs here.
@@ -63,6 +67,12 @@ benchmark: .venv/installed
 .venv-app/installed: setup.cfg pyproject.toml constraints.txt
 	test -x .venv-app/bin/python || $(PYTHON) -m venv .venv-app
 	.venv-app/bin/pip install --quiet --constraint constraints.txt --editable ".[app]" pytest selenium
+	touch $@
+
+.venv/lowest/installed: setup.cfg pyproject.toml
+	test -x .venv/lowest/bin/python || $(PYTHON) -m venv .venv/lowest
+	sed -nE 's/^ +([a-zA-Z_-]+)>=([0-9.]+).*/\1==\2/p' setup.cfg > .venv/lowest/lowest.txt
+	.venv/lowest/bin/pip install --quiet --constraint .venv/lowest/lowest.txt --editable ".[test]"
 	touch $@
 
 clean:

@@ -21,7 +21,7 @@ from adaperceiver.evaluation.benchmarks import PAPER, SMOKE, SUITES, Benchmark, 
 from adaperceiver.evaluation.plots import draw_ratios
 from adaperceiver.evaluation.tables import write_table
 from adaperceiver.training.arguments import Parser, command_line
-from adaperceiver.training.checks import at_least
+from adaperceiver.training.checks import at_least, check_output
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Arguments:
     def __post_init__(self):
         at_least(self, 1, "repeats", "threads")
         at_least(self, 0, "seconds")
+        check_output(self, "output")
 
 
 def main(arguments: list[str]) -> None:

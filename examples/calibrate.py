@@ -21,10 +21,10 @@ from transformers.hf_argparser import HfArg
 
 from adaperceiver import AdaPerceiverForImageClassification
 from adaperceiver.evaluation.calibration import calibrate, collect, scale_classifier
-from adaperceiver.evaluation.grid import without_choices
+from adaperceiver.evaluation.grid import check_grid, without_choices
 from adaperceiver.training.arguments import Parser, command_line
-from adaperceiver.training.checks import require
-from adaperceiver.training.data import DataArguments, load_splits, validation_batches
+from adaperceiver.training.checks import at_least, check_classifier, check_output, require
+from adaperceiver.training.data import DataArguments, check_classes, load_splits, validation_batches
 
 
 @dataclass
@@ -48,17 +48,23 @@ class CalibrationArguments:
 
     def __post_init__(self):
         require(self, "between 0 and 1", lambda value: 0 < value < 1, "max_drop", "confidence")
+        at_least(self, 1, "batch_size", "tokens", "width")
+        at_least(self, 0, "seed")
+        check_output(self, "output")
 
 
 def main(arguments: list[str]) -> None:
     args, data = Parser([CalibrationArguments, DataArguments]).parse(arguments)
+    config = check_classifier("model", args.model)
+    check_grid(config, None if args.tokens is None else [args.tokens], None if args.width is None else [args.width])
+    _, dataset = load_splits(data)
+    check_classes(dataset, data, args.model, config.num_labels)
     accelerator = Accelerator()
     model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
     processor = AutoImageProcessor.from_pretrained(args.model)
     own = model.adaptive_config
     model.adaptive_config = without_choices(own)
     point = model.operating_point(tokens=args.tokens, width=args.width)
-    _, dataset = load_splits(data)
     batches = validation_batches(dataset, processor, args.batch_size, accelerator)
     logits, labels = collect(model, batches, point.tokens, point.width)
     if args.scale_classifier:

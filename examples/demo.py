@@ -5,6 +5,7 @@ One checkpoint, 200 photographs, many budgets: the accuracy of AdaPerceiver at s
 long it takes on this machine. Nothing is downloaded. The figure goes to `--output`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from adaperceiver.adaptive_adaperceiver import interleaved
 from adaperceiver.evaluation.grid import without_choices
 from adaperceiver.evaluation.plots import draw_calls
 from adaperceiver.training.arguments import Parser, command_line
+from adaperceiver.training.checks import check_classifier, check_output, require
 
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +38,10 @@ class Arguments:
     )
     samples: str = HfArg(default=str(ROOT / "examples" / "cifar10_samples.parquet"), help="Columns image and label.")
     output: str = HfArg(default="runs/demo", help="Folder for the figure.")
+
+    def __post_init__(self):
+        require(self, "a parquet file that exists", os.path.isfile, "samples")
+        check_output(self, "output")
 
 
 @dataclass
@@ -107,7 +113,11 @@ def main(arguments: list[str]) -> None:
     (args,) = Parser([Arguments]).parse(arguments)
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
+    check_classifier("checkpoint", args.checkpoint)
     samples = datasets.Dataset.from_parquet(args.samples)
+    columns = {name: type(samples.features.get(name)) for name in ("image", "label")}
+    if columns != {"image": datasets.Image, "label": datasets.ClassLabel} or not len(samples):
+        raise ValueError(f"--samples {args.samples} must have images and their classes, got {samples.features}.")
     images = [image.convert("RGB") for image in samples["image"]]
     labels = [samples.features["label"].int2str(label) for label in samples["label"]]
     classifier = pipeline(

@@ -21,7 +21,7 @@ from adaperceiver.training.arguments import OptimizationArguments, RunArguments,
 from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.cards import accuracy_table, model_card
 from adaperceiver.training.checks import config_fields
-from adaperceiver.training.data import classes_seen, label_names, load_several
+from adaperceiver.training.data import check_labels, classes_seen, label_names, load_several
 from adaperceiver.training.distillation import (
     DistillationArguments,
     DistillationData,
@@ -60,6 +60,8 @@ def run_stage(
     teacher = load_teacher(session, args)
     if not features:
         teacher.check_labels(label_names(training_data), f"--dataset {' '.join(data.dataset)}")
+        for split in (training_data, validation_data):
+            check_labels(split, " ".join(data.dataset), len(teacher.id2label))
     student = build_student(args, teacher)
     if args.freeze_stem:
         freeze_stem(student)

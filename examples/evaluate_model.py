@@ -18,12 +18,13 @@ import torch
 import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
 
 from adaperceiver.evaluation.grid import (
     SCORES,
     add_latency,
+    check_grid,
     evaluate_classifier,
     evaluate_grid,
     metrics_for,
@@ -37,6 +38,7 @@ from adaperceiver.evaluation.tables import write_table
 from adaperceiver.tasks_adaperceiver import TASKS
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.cards import accuracy_table
+from adaperceiver.training.checks import at_least, check_checkpoint, check_config, check_output
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
 from adaperceiver.training.dense_data import (
     DenseDataArguments,
@@ -74,6 +76,11 @@ class EvaluationArguments:
         default=False, help="Save the scores into the checkpoint, for calls with a budget; needs --split validation."
     )
 
+    def __post_init__(self):
+        at_least(self, 1, "batch_size")
+        at_least(self, 0, "latency_batch_size")
+        check_output(self, "output")
+
 
 @dataclass
 class AnyDataArguments(DenseDataArguments, DataArguments):
@@ -106,15 +113,19 @@ def main(arguments: list[str]) -> None:
         raise ValueError(
             "--save_table needs --split validation: calls choose by the table, so it must not be of test images."
         )
-    accelerator = Accelerator()
-    config = AutoConfig.from_pretrained(args.model)
+    check_checkpoint("model", args.model, adaperceiver=True)
+    config = check_config("model", {}, args.model)
     task = task_of(config, args.model)
+    check_grid(config, args.tokens, args.widths, args.depths, args.exit_thresholds)
     for name in ("exit_thresholds", "baselines"):
         if getattr(args, name) and task != "image-classification":
             raise ValueError(f"--{name} are for classifiers, --model {args.model} is for {task}.")
-    model = getattr(transformers, TASKS[task].auto_class).from_pretrained(args.model).eval().to(accelerator.device)
+    for name in args.baselines:
+        check_checkpoint("baselines", name)
+    accelerator = Accelerator()
     names = [config.id2label[index] for index in range(config.num_labels)]
     batches_of = load_batches(task, data, args, names, accelerator)
+    model = getattr(transformers, TASKS[task].auto_class).from_pretrained(args.model).eval().to(accelerator.device)
     new_metric = metrics_for(task, config.num_labels, **({"crop": data.crop} if task == "depth-estimation" else {}))
 
     def batches(processor: Any, name: str) -> tqdm:

@@ -32,6 +32,7 @@ from adaperceiver.evaluation.policies import (
 )
 from adaperceiver.evaluation.tables import write_table
 from adaperceiver.training.arguments import Parser, command_line
+from adaperceiver.training.checks import at_least, check_classifier, check_output, require
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
 
 
@@ -49,19 +50,27 @@ class PolicyTableArguments:
     batch_size: int = HfArg(default=64, help="Also the size of the larger batch that is timed.")
     timed_images: int = HfArg(default=256, help="Images of each timed run; 0 times nothing.")
 
+    def __post_init__(self):
+        at_least(self, 1, "batch_size")
+        at_least(self, 0, "timed_images")
+        require(self, "from 0 to 1", lambda values: all(0 <= one <= 1 for one in values), "exit_thresholds")
+        require(self, "at least one", len, "tokens")
+        check_output(self, "output")
+
 
 def main(arguments: list[str]) -> None:
     args, data = Parser([PolicyTableArguments, DataArguments]).parse(arguments)
+    config = check_classifier("model", args.model)
+    tokens = config.token_granularities if args.tokens is None else args.tokens
+    check_tokens(tokens, config)
+    dataset = load_scored(data, args.split)
+    check_classes(dataset, data, args.model, config.num_labels)
     accelerator = Accelerator()
     model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
     own = model.adaptive_config
     model.adaptive_config = without_choices(own)
     thresholds = sorted({*args.exit_thresholds, *([own.exit_threshold] if own.exit_threshold else [])})
-    tokens = model.config.token_granularities if args.tokens is None else args.tokens
-    check_tokens(tokens, model.config)
     processor = AutoImageProcessor.from_pretrained(args.model)
-    dataset = load_scored(data, args.split)
-    check_classes(dataset, data, args.model, model.config.num_labels)
     answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
     if not accelerator.is_main_process:
         return

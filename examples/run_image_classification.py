@@ -17,6 +17,7 @@ from adaperceiver.training.augmentation import Augment, AugmentationArguments
 from adaperceiver.training.data import (
     DataArguments,
     MicroBatches,
+    check_labels,
     classes_seen,
     label_names,
     load_splits,
@@ -54,6 +55,8 @@ def run_stage(
     names = label_names(training_data, data)
     if names is None:
         raise ValueError(f"--dataset {data.dataset} does not name its classes: give --label_map.")
+    for split in (training_data, validation_data):
+        check_labels(split, data.dataset, len(names))
     model = load_model(tuning, TASK, names)
     processor = image_processor_for(model.config, TASK)
     augment = Augment(augmentation, model.config.image_size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import transformers
 from PIL import Image, UnidentifiedImageError
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
 
 import adaperceiver
@@ -21,7 +21,7 @@ from adaperceiver.evaluation.grid import without_choices
 from adaperceiver.evaluation.pictures import draw_changes, draw_exits, draw_features, draw_read
 from adaperceiver.evaluation.style import save
 from adaperceiver.training.arguments import Parser, command_line
-from adaperceiver.training.checks import above_zero, at_most_one, require
+from adaperceiver.training.checks import above_zero, at_most_one, check_checkpoint, check_config, check_output, require
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Arguments:
         require(self, "at least one photograph", len, "images")
         above_zero(self, "exit_threshold")
         at_most_one(self, "exit_threshold")
+        check_output(self, "output")
 
 
 def open_photograph(path: str) -> Image.Image:
@@ -58,7 +59,8 @@ def main(arguments: list[str]) -> None:
     (args,) = Parser([Arguments]).parse(arguments)
     transformers.logging.disable_progress_bar()
     photographs = [open_photograph(path) for path in args.images]
-    config = AutoConfig.from_pretrained(args.model)
+    check_checkpoint("model", args.model, adaperceiver=True)
+    config = check_config("model", {}, args.model)
     (architecture,) = config.architectures or [None]
     if not hasattr(adaperceiver, str(architecture)):
         raise ValueError(f"--model {args.model} must be a checkpoint of AdaPerceiver, it is of {architecture}.")

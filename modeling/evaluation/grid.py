@@ -39,6 +39,23 @@ SCORES = {
 }
 
 
+def check_grid(
+    config: Any,
+    tokens: Sequence[int] | None = None,
+    widths: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+    exit_thresholds: Sequence[float] = (),
+) -> None:
+    """Raise on what no model of `config` runs at, or where nothing is left to run."""
+    for name, values in (("tokens", tokens), ("width", widths), ("depth", depths)):
+        if values is not None and not len(values):
+            raise ValueError(f"`{name}` must be at least one value, got none.")
+        for value in values or ():
+            check_field(name, value, config)
+    for value in exit_thresholds:
+        check_field("exit_threshold", value, config)
+
+
 def task_of(config: Any, name: str) -> str:
     """The task of the head that the checkpoint `name` was saved with."""
     for task in SCORES:
@@ -112,16 +129,7 @@ def evaluate_grid(
     tokens = config.token_granularities if tokens is None else tokens
     widths = config.widths if widths is None else widths
     depths = range(1, config.num_hidden_layers + 1) if depths is None else depths
-    for name, values in (
-        ("tokens", tokens),
-        ("width", widths),
-        ("depth", depths),
-        ("exit_threshold", exit_thresholds),
-    ):
-        if not values and name != "exit_threshold":
-            raise ValueError(f"`{name}` must be at least one value, got none.")
-        for value in values:
-            check_field(name, value, config)
+    check_grid(config, tokens, widths, depths, exit_thresholds)
     last, depths = max(depths), sorted(depths)
     read_out = range(1, last + 1) if exit_thresholds else depths
     points = [Point(count, width, depth) for count in tokens for width in widths for depth in depths]

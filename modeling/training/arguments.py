@@ -12,10 +12,11 @@ from typing import Any, Literal
 import yaml
 from accelerate import PartialState
 from accelerate.utils import is_tensorboard_available
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg, string_to_bool
 
-from .checks import above_zero, at_least, at_most_one, require, suggestion
+from .checks import above_zero, at_least, at_most_one, check_output, require, suggestion
 from .data import DataArguments
 
 
@@ -31,7 +32,7 @@ def command_line(main: Callable[[list[str]], None]) -> None:
     try:
         main(sys.argv[1:])
         PartialState().destroy_process_group()
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, StrictDataclassError) as error:
         if sys.flags.dev_mode:
             raise
         message = str(error)
@@ -99,6 +100,7 @@ class RunArguments:
     def __post_init__(self):
         at_least(self, 0, "seed", "eval_steps")
         at_least(self, 1, "log_steps", "save_steps")
+        check_output(self, "output_dir")
 
     def log_with(self) -> str | None:
         if self.tracker == "none":

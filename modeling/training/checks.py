@@ -11,10 +11,11 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from .. import AdaPerceiverConfig
+from .. import AdaPerceiverConfig, AdaPerceiverForDistillation, AdaPerceiverForImageClassification
 
 
 AXES = ("tokens", "depth", "width")
+CLASSIFIERS = (AdaPerceiverForImageClassification, AdaPerceiverForDistillation)
 SHIPPED = str(Path(__file__).parents[2] / "checkpoints" / "adaperceiver-tiny-cifar10")  # of a checkout
 
 
@@ -52,16 +53,40 @@ def check_axes(arguments: Any) -> None:
     require(arguments, f"any of {', '.join(AXES)}", lambda axes: {*axes} <= {*AXES}, "adaptive_axes")
 
 
-def check_checkpoint(option: str, name: str, adaperceiver: bool = False) -> None:
-    """Raise unless there is a model to load, and of our kind with `adaperceiver`, before anything else is loaded."""
+def check_output(arguments: Any, *names: str) -> None:
+    """Before the work of which the result could not be written."""
+
+    def may_be_written(path: str) -> bool:
+        existing = next(one for one in (Path(path), *Path(path).absolute().parents) if one.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK)
+
+    require(arguments, "a folder that can be written", may_be_written, *names)
+
+
+def check_checkpoint(option: str, name: str, adaperceiver: bool = False) -> dict[str, Any]:
+    """
+    The config of a model that can be loaded, of our kind with `adaperceiver`; raises before anything else is loaded.
+    """
+    wanted = f"--{option} must be a folder with a config.json, or the id of a model on the hub, got {name}"
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--{option} must be a folder with a config.json, or the id of a model on the hub, got {name}: {error}"
-        ) from error
+        raise ValueError(f"{wanted}: {error}") from error
+    if not config:
+        raise ValueError(f"{wanted}, which has none.")
     if adaperceiver and config.get("model_type") != "adaperceiver":
         raise ValueError(f"--{option} must be an AdaPerceiver, got {name}, which is {config.get('model_type')}.")
+    return config
+
+
+def check_classifier(option: str, name: str) -> AdaPerceiverConfig:
+    """The config of an image classifier of AdaPerceiver, before anything is loaded."""
+    config, allowed = check_checkpoint(option, name, adaperceiver=True), [one.__name__ for one in CLASSIFIERS]
+    if not {*allowed} & {*(config.get("architectures") or [])}:
+        raise ValueError(
+            f"--{option} must be a checkpoint of {' or '.join(allowed)}, got {name} of {config.get('architectures')}."
+        )
+    return check_config(option, {}, name)
 
 
 def config_fields(option: str, text: str) -> dict[str, Any]:

@@ -253,9 +253,25 @@ def label_names(split: Dataset | IterableDataset, args: DataArguments | None = N
     names = read_label_map(chosen)
     if own is not None:
         check_label_map(names, len(own), f"--dataset {args.dataset}")
-    elif isinstance(split, Dataset) and (largest := pyarrow.compute.max(split.data["label"]).as_py()) >= len(names):
+    elif (
+        isinstance(split, Dataset)
+        and is_class(feature)
+        and (largest := pyarrow.compute.max(split.data["label"]).as_py()) >= len(names)
+    ):
         check_label_map(names, largest + 1, f"--dataset {args.dataset}")
     return names
+
+
+def check_labels(split: Dataset | IterableDataset, dataset: str, classes: int) -> None:
+    """Stop at a label that is none of the `classes`, in data that can be looked through."""
+    if not isinstance(split, Dataset):
+        return
+    if not is_class(split.features["label"]):
+        raise ValueError(f"--dataset {dataset} must have integers as labels, got {split.features['label']}.")
+    extremes = pyarrow.compute.min_max(split.data["label"]).as_py()
+    for label in extremes.values():
+        if label is not None and not 0 <= label < classes:
+            raise ValueError(f"--dataset {dataset} must have labels from 0 to {classes - 1}, got {label}.")
 
 
 def classes_seen(split: Dataset | IterableDataset) -> set[int] | None:
@@ -284,10 +300,11 @@ def check_label_map(names: Sequence[str], classes: int, whose: str) -> None:
 
 
 def check_classes(split: Dataset | IterableDataset, args: DataArguments, model: str, classes: int) -> None:
-    """Stop where the data name another number of classes than the checkpoint `model` has."""
+    """Stop where the data have other classes than the checkpoint `model`."""
     names = label_names(split, args)
     if names is not None and len(names) != classes:
         raise ValueError(f"--dataset {args.dataset} has {len(names)} classes, --model {model} {classes}.")
+    check_labels(split, args.dataset, classes)
 
 
 Pair = tuple[torch.Tensor, Any]  # an image, and its label or target
