@@ -52,8 +52,8 @@ def check_grid(
             raise ValueError(f"`{name}` must be at least one value, got none.")
         for value in values or ():
             check_field(name, value, config)
-    for value in exit_thresholds:
-        check_field("exit_threshold", value, config)
+    for threshold in exit_thresholds:
+        check_field("exit_threshold", threshold, config)
 
 
 def task_of(config: Any, name: str) -> str:

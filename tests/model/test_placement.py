@@ -240,6 +240,7 @@ def problems():
     return json.loads(found.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left_on_the_cpu(case, autocast, problems):
