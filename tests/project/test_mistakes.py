@@ -68,6 +68,8 @@ def here(tmp_path_factory):
     return folder
 
 
+APP = ("app", "write_space")  # which stand alone, and are tested in tests/app
+EVERY_SCRIPT = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in APP)
 SCORING = [evaluate_model, evaluate_policies]
 ON_DATA = [*SCORING, calibrate]
 GOOD = "--model classifier --dataset good.parquet"
@@ -207,7 +209,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", EVERY_SCRIPT)
 def test_every_script_refuses_an_unknown_option_in_a_process_of_its_own(script, tmp_path):
     if script == "benchmark_runtimes":
         pytest.importorskip("onnx", reason="the runtimes have an environment of their own")
@@ -219,7 +221,7 @@ def test_every_script_refuses_an_unknown_option_in_a_process_of_its_own(script, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", EVERY_SCRIPT)
 def test_every_script_is_run_by_command_line(script):
     main = (EXAMPLES / f"{script}.py").read_text().partition('if __name__ == "__main__":')[2]
     assert main.strip() == "command_line(main)"
