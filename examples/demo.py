@@ -2,13 +2,14 @@
     make demo
 
 One checkpoint, 200 photographs, many budgets: the accuracy of AdaPerceiver at several operating points, what that costs, and how
-long it takes on this machine. Nothing is downloaded. The figure goes to `--output`.
+long it takes on this machine. Nothing is downloaded. The picture goes to `--output`.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,23 @@ import datasets
 import transformers
 from PIL import Image
 from tqdm import tqdm
-from transformers import pipeline
+from transformers import AutoConfig, AutoImageProcessor, pipeline
 from transformers.hf_argparser import HfArg
 
+import adaperceiver
 from adaperceiver import AdaPerceiverForImageClassification, AdaPerceiverImageClassificationPipeline
 from adaperceiver.adaptive_adaperceiver import interleaved
 from adaperceiver.evaluation.grid import without_choices
-from adaperceiver.evaluation.plots import draw_calls
+from adaperceiver.evaluation.poster import Strip, draw_poster, exit_strips, map_strip
+from adaperceiver.evaluation.style import save
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import check_classifier, check_output, require
 
 
 ROOT = Path(__file__).parents[1]
-BATCH = 50
+BATCH = 64
+SHARES = (0.15, 0.25, 0.35, 0.5, 0.7)  # of the full model's FLOPs
+THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 
 @dataclass
@@ -37,7 +42,10 @@ class Arguments:
         default=str(ROOT / "checkpoints" / "adaperceiver-tiny-cifar10"), help="An image classifier."
     )
     samples: str = HfArg(default=str(ROOT / "examples" / "cifar10_samples.parquet"), help="Columns image and label.")
-    output: str = HfArg(default="runs/demo", help="Folder for the figure.")
+    maps: list[str] = HfArg(
+        default_factory=list, help="Checkpoints for segmentation or depth, whose maps are shown as well."
+    )
+    output: str = HfArg(default="runs/demo", help="Folder for the picture.")
 
     def __post_init__(self):
         require(self, "a parquet file that exists", os.path.isfile, "samples")
@@ -49,64 +57,73 @@ class Result:
     """What the pipeline said at one operating point."""
 
     call: dict[str, Any]
+    answers: list[dict[str, Any]]  # one per photograph: result and report
     accuracy: float
-    gflops: float  # mean over the images: with early exit each has its own
     milliseconds: float = float("nan")  # per image, in batches
 
     @property
     def name(self) -> str:
         return name_of(self.call)
 
+    @property
+    def gflops(self) -> float:
+        return sum(one["report"]["gflops"] for one in self.answers) / len(self.answers)
+
 
 def name_of(call: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in call.items()) or "the full model"
 
 
-def calls_for(model: AdaPerceiverForImageClassification) -> list[dict[str, Any]]:
-    """Each axis by itself, two and all of them, early exit, and a budget."""
-    tokens, widths = model.config.token_granularities, model.config.widths
-    last, full = model.config.num_hidden_layers, model.flops()["total"] / 1e9
-    fewer = [{"tokens": count} for count in tokens[-2::-1][:3]]
-    narrower = [{"width": width} for width in widths[-2::-1][:2]]
-    shallower = [{"depth": depth} for depth in (2 * last // 3, last // 3)]
-    together = [{"tokens": tokens[0], "depth": last // 2}, {"tokens": tokens[0], "width": widths[0], "depth": 1}]
-    early = [{"exit_threshold": threshold} for threshold in (0.95, 0.8)]
-    return [{}, *fewer, *narrower, *shallower, *together, *early, {"max_gflops": float(f"{0.75 * full:.1g}")}]
+def calls_for(model: AdaPerceiverForImageClassification) -> dict[str, list[dict[str, Any]]]:
+    """Named series of calls: budgets up to the full model, early exit, and the router if there is one."""
+    config, full = model.config, model.flops()["total"] / 1e9
+    cheapest = model.flops(tokens=config.token_granularities[0], width=config.widths[0], depth=1)["total"] / 1e9
+    budgets = [1.01 * cheapest, *(share * full for share in SHARES if share * full > cheapest)]
+    series = {"best fixed point within a budget": [*({"max_gflops": float(f"{one:.3g}")} for one in budgets), {}]}
+    series["early exit"] = [{"exit_threshold": threshold} for threshold in THRESHOLDS]
+    if model.adaperceiver.router is not None:
+        series["router"] = [{"policy": "router"}, {"policy": "router", "exit_threshold": 0.9}]
+    return series
 
 
 def classify(classifier: pipeline, images: list[Image.Image], labels: list[str], call: dict[str, Any]) -> Result:
-    found = classifier(images, **call, top_k=1, report=True, batch_size=BATCH)
-    correct = [one["result"][0]["label"] == label for one, label in zip(found, labels)]
-    gflops = [one["report"]["gflops"] for one in found]
-    return Result(call, sum(correct) / len(correct), sum(gflops) / len(gflops))
+    answers = classifier(images, **call, top_k=1, report=True, batch_size=BATCH)
+    correct = [one["result"][0]["label"] == label for one, label in zip(answers, labels)]
+    return Result(call, answers, sum(correct) / len(correct))
 
 
 def measure(classifier: pipeline, images: list[Image.Image], results: Sequence[Result]) -> None:
     """Milliseconds per image of the model alone, in batches; the operating points take turns."""
-    pixel_values = classifier.image_processor(images, return_tensors="pt").pixel_values
+    pixel_values = classifier.image_processor(images[: 2 * BATCH], return_tensors="pt").pixel_values
     runs = {
         result.name: lambda call=result.call: [classifier.model(batch, **call) for batch in pixel_values.split(BATCH)]
         for result in results
     }
     times = interleaved(runs, repeats=5, name="milliseconds" if sys.stderr.isatty() else None)
     for result in results:
-        result.milliseconds = times[result.name] / len(images)
+        result.milliseconds = times[result.name] / len(pixel_values)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    print(f"{'classify(images, ...)':34} {'accuracy':>8} {'GFLOPs':>8} {'ms per image':>13}")
-    for result in results:
-        print(f"{result.name:34} {result.accuracy:8.1%} {result.gflops:8.3f} {result.milliseconds:13.2f}")
+def print_table(series: dict[str, list[Result]]) -> None:
+    print(f"{'classify(photographs, ...)':38} {'accuracy':>8} {'GFLOPs':>8} {'ms per image':>13}")
+    for result in chain(*series.values()):
+        print(f"{result.name:38} {result.accuracy:8.1%} {result.gflops:8.3f} {result.milliseconds:13.2f}")
 
 
-def print_images(
-    classifier: pipeline, images: list[Image.Image], labels: list[str], calls: Sequence[dict[str, Any]]
-) -> None:
-    """One image at a time, as a user would ask."""
-    print(f"\n{'image':12}" + "".join(f"{name_of(call):>22}" for call in calls))
-    for image, label in zip(images, labels):
-        best = [classifier(image, **call, top_k=1)[0] for call in calls]
-        print(f"{label:12}" + "".join(f"{one['label'] + ' ' + format(one['score'], '.0%'):>22}" for one in best))
+def print_photographs(labels: list[str], results: Sequence[Result], count: int = 6) -> None:
+    """What some photographs are taken for at several operating points."""
+    print(f"\n{'photograph':26}" + "".join(f"{result.name:>28}" for result in results))
+    for index in range(0, len(labels), len(labels) // count):
+        best = [result.answers[index]["result"][0] for result in results]
+        row = "".join(f"{one['label'][:21] + ' ' + format(one['score'], '.0%'):>28}" for one in best)
+        print(f"{labels[index]:26}{row}")
+
+
+def maps_of(folder: str, photograph: Image.Image) -> Strip:
+    config = AutoConfig.from_pretrained(folder)
+    model = getattr(adaperceiver, config.architectures[0]).from_pretrained(folder).eval()
+    processor = AutoImageProcessor.from_pretrained(folder)
+    return map_strip(model, processor, photograph, config.token_granularities[-5:])
 
 
 def main(arguments: list[str]) -> None:
@@ -126,27 +143,43 @@ def main(arguments: list[str]) -> None:
         pipeline_class=AdaPerceiverImageClassificationPipeline,
         device="cpu",
     )
-    model = classifier.model
+    model, name = classifier.model, Path(args.checkpoint).name
     model.adaptive_config = without_choices(model.adaptive_config)  # so that no argument means the full model
     config = model.config
     print(
-        f"{Path(args.checkpoint).name}: {model.num_parameters() / 1e6:.1f} M parameters, trained for tokens "
-        f"{config.token_granularities}, widths {config.widths}, depths 1 to {config.num_hidden_layers}.\n"
-        f"{len(images)} images that it was not trained on:\n"
+        f"{name}: {model.num_parameters() / 1e6:.1f} M parameters, trained for tokens {config.token_granularities}, widths "
+        f"{config.widths}, depths 1 to {config.num_hidden_layers}.\n{len(images)} photographs that it was not trained on:\n"
     )
-    calls = tqdm(calls_for(model), "operating points", leave=False, disable=None)  # no bar without a terminal
-    results = [classify(classifier, images, labels, call) for call in calls]
-    measure(classifier, images, results)
-    print_table(results)
-    noise = 100 * (results[0].accuracy * (1 - results[0].accuracy) / len(images)) ** 0.5
-    print(f"\nWith {len(images)} images, the standard error of an accuracy is about {noise:.1f} points.")
-    step = max(len(images) // 6, 1)
-    few = [{}, {"tokens": config.token_granularities[0]}, {"depth": 1}, {"exit_threshold": 0.8}]
-    print_images(classifier, images[::step], labels[::step], few)
-    figure = Path(args.output) / "accuracy.png"
-    rows = [{"name": result.name, "gflops": result.gflops, "accuracy": result.accuracy} for result in results]
-    draw_calls(rows, len(images), figure)
-    print(f"\nAccuracy against compute is drawn in {figure}.")
+    calls = calls_for(model)
+    bar = tqdm(total=sum(map(len, calls.values())), desc="operating points", leave=False, disable=None)
+    series: dict[str, list[Result]] = {}
+    for kind, of_kind in calls.items():
+        for call in of_kind:
+            series.setdefault(kind, []).append(classify(classifier, images, labels, call))
+            bar.update()
+    bar.close()
+    measure(classifier, images, [*chain(*series.values())])
+    print_table(series)
+    budgets, early = series["best fixed point within a budget"], series["early exit"]
+    full = budgets[-1]
+    noise = 100 * (full.accuracy * (1 - full.accuracy) / len(images)) ** 0.5
+    print(f"\nWith {len(images)} photographs, the standard error of an accuracy is about {noise:.1f} points.")
+    print_photographs(labels, [budgets[0], budgets[len(budgets) // 2], full])
+
+    correct = [index for index, one in enumerate(early[-1].answers) if one["result"][0]["label"] == labels[index]]
+    strips = exit_strips(
+        [images[index] for index in correct],
+        [labels[index] for index in correct],
+        [early[-1].answers[index]["report"]["exit_depth"] for index in correct],
+        config.num_hidden_layers,
+    )
+    strips += [maps_of(folder, images[0]) for folder in args.maps]
+    curves = {
+        kind: [{"gflops": one.gflops, "accuracy": one.accuracy} for one in results] for kind, results in series.items()
+    }
+    picture = Path(args.output) / "demo.png"
+    save(draw_poster(curves, len(images), strips, f"{name}: one checkpoint, many budgets"), picture)
+    print(f"\nThe picture is {picture}.")
 
 
 if __name__ == "__main__":

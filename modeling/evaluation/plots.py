@@ -117,20 +117,6 @@ def draw_ratios(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.tick_params(axis="y", labelsize=8)
 
 
-def draw_calls(rows: Sequence[dict[str, Any]], images: int, path: Path) -> None:
-    """Accuracy against GFLOPs of named calls."""
-    with panels(path, size=(8, 5)) as (axes,):
-        for row in rows:
-            color = RED if "exit_threshold" in row["name"] else BLUE
-            scatter(axes, [row], "gflops", "accuracy", s=36, color=color, zorder=3)
-            # Turned, so that names of points that cost about the same stay readable.
-            position, options = (row["gflops"], row["accuracy"]), {"textcoords": "offset points", "fontsize": 8}
-            axes.annotate(row["name"], position, xytext=(4, 4), rotation=30, **options)
-        axes.set(xlabel="GFLOPs per image (mean)", ylabel=f"accuracy on {images} images")
-        axes.set_title("One checkpoint at many operating points (red: early exit)")
-        axes.margins(x=0.2, y=0.2)
-
-
 def draw_curves(folders: Sequence[Path], path: Path) -> None:
     """The losses of runs that followed each other, and the first score of their evaluations."""
     with panels(path, size=(8, 4.5)) as (losses,):
