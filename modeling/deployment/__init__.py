@@ -1,1 +1,4 @@
-"""What leaves PyTorch: one operating point as a file, and bundles that stay adaptive. Needs the extra `onnx` or `openvino`."""
+"""
+Where a checkpoint is put to use: predictions for whole data sets, one operating point as a file, and bundles that stay
+adaptive. The latter two need the extra `onnx` or `openvino`.
+"""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import is_tensorboard_available
 from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
@@ -226,6 +226,16 @@ def shrink(run: RunArguments, data: DataArguments, optimization: OptimizationArg
 def started_processes() -> int:
     """By the launcher, whether Accelerate sees them or not."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Raise where each process would work alone, all into one folder."""
+    started = started_processes()
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
+            "ACCELERATE_USE_CPU=true."
+        )
 
 
 def known_recipes() -> list[str]:

@@ -106,8 +106,8 @@ def check_resumed(folder: Path, arguments: dict[str, Any]) -> None:
 _locks: dict[Path, Any] = {}  # open files: a lock is gone when its file is closed, or its process has ended
 
 
-def lock(folder: Path) -> None:
-    """Reserve a folder for this process until it ends."""
+def lock(folder: Path, option: str = "output_dir") -> None:
+    """Reserve the folder of an option for this process until it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
@@ -122,7 +122,7 @@ def lock(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
-            raise ValueError(f"--output_dir {folder} is in use by {file.read().strip()}.") from error
+            raise ValueError(f"--{option} {folder} is in use by {file.read().strip()}.") from error
         return  # a file system without locks
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow.compute
 import torch
@@ -234,8 +235,8 @@ def standard_columns(split: Dataset | IterableDataset, name: str, args: DataArgu
     if isinstance(split, Dataset) and len(split) == 0:
         raise ValueError(f"--dataset {args.dataset} has no images in its {name} split.")
     names = {old: new for old, new in ((image, "image"), (label, "label")) if old not in (new, None)}
-    split = split.select_columns(list(columns.values())).rename_columns(names)
-    return split.cast_column("image", Image(decode=False))
+    split = split.cast_column(image, Image(decode=False))  # first, since a stream decodes what it renames
+    return split.select_columns(list(columns.values())).rename_columns(names)
 
 
 def label_names(split: Dataset | IterableDataset, args: DataArguments | None = None) -> list[str] | None:
@@ -313,6 +314,9 @@ UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.err
 
 
 def open_stored(stored: dict) -> PILImage.Image:
+    if stored["bytes"] is None and "://" in stored["path"]:  # a file of a stream
+        with fsspec.open(stored["path"]) as file:
+            return PILImage.open(BytesIO(file.read()))
     return PILImage.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"]))
 
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .. import AdaPerceiverConfig, OnceForAll
 from ..evaluation.plots import draw_curves
-from .arguments import OptimizationArguments, RunArguments, shrink, started_processes
+from .arguments import OptimizationArguments, RunArguments, check_processes, shrink
 from .augmentation import seed_of
 from .checkpointing import Metrics, check_resumed, checkpoints, load_newest, lock, record_arguments, write_whole
 from .optimization import build_optimizer, build_scheduler
@@ -49,12 +49,8 @@ def start(run: RunArguments, data: Any, optimization: OptimizationArguments, *ot
     accelerator = Accelerator(log_with=run.log_with(), project_dir=run.output_dir)
     groups = (data, optimization, *others)
     arguments = {"seed": run.seed} | {name: value for group in groups for name, value in vars(group).items()}
-    folder, started = Path(run.output_dir), started_processes()
-    if started != accelerator.num_processes:  # each would train alone, all into one folder
-        raise ValueError(
-            f"{started} processes were started, but Accelerate sees {accelerator.num_processes}: on a CPU, set "
-            "ACCELERATE_USE_CPU=true."
-        )
+    folder = Path(run.output_dir)
+    check_processes(accelerator)
     accelerator.gradient_accumulation_steps = micro_batches_per_step(optimization, accelerator)
     if optimization.steps is None and (optimization.epochs is None or arguments.get("streaming")):
         optimization.total_steps(None if arguments.get("streaming") else 0)

@@ -12,7 +12,9 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
 
 def marked(page):
-    return pytest.param(page, marks=pytest.mark.slow if page.name in ("export.md", "pipelines.md") else ())
+    return pytest.param(
+        page, marks=pytest.mark.slow if page.name in ("export.md", "pipelines.md", "predict.md") else ()
+    )
 
 
 @pytest.mark.parametrize("page", map(marked, PAGES), ids=lambda page: page.name)

@@ -124,7 +124,7 @@ def test_imports_between_the_rooms_go_one_way():
     for path in (ROOT / "modeling").rglob("*.py"):
         room = path.relative_to(ROOT / "modeling").parts[0]
         names = list(imported(path))
-        if room != "training":
+        if room not in ("training", "deployment"):
             assert not [name for name in names if name.startswith("adaperceiver.training")], path
         if room not in ("training", "evaluation", "deployment"):
             assert not [name for name in names if name.startswith("adaperceiver.evaluation")], path

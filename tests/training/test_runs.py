@@ -13,7 +13,7 @@ from conftest import ROOT, assert_equal
 from datasets import Dataset, Features, Value
 from datasets import Image as DatasetImage
 
-from adaperceiver.training import checkpointing, loop
+from adaperceiver.training import checkpointing, data, loop
 from adaperceiver.training.arguments import OptimizationArguments, RunArguments
 from adaperceiver.training.data import (
     DataArguments,
@@ -226,6 +226,18 @@ def test_a_stream_without_images_is_an_error():
     empty = streamed(1).filter(lambda row: False)
     with pytest.raises(ValueError, match="The stream has no images"):
         next(iter(StreamedMicroBatches(empty, 4, view, seed=0, skip=0)))
+
+
+def test_a_stream_is_not_decoded_where_its_column_is_renamed(tmp_path):
+    rows = scenes(2).select_columns(["image", "label"]).cast_column("image", DatasetImage(decode=False)).to_list()
+    rows[1]["image"] = {"bytes": b"no image", "path": None}
+    features = Features({"photo": DatasetImage(), "label": Value("int64")})
+    columns = {"photo": [row["image"] for row in rows], "label": [0, 1]}
+    Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "train.parquet")
+    args = data.DataArguments(dataset=str(tmp_path / "train.parquet"), streaming=True, train_split="train")
+    stored = data.stored_splits(args, streaming=True)["train"]
+    read = [data.read_labelled(row) for row in data.standard_columns(stored, "train", args)]
+    assert [one is None for one in read] == [False, True]
 
 
 def with_gaps():
