@@ -18,16 +18,17 @@ from pathlib import Path
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs
 from datasets import Dataset, Image, IterableDataset
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
 
 from adaperceiver.adaptive_adaperceiver import check_field
+from adaperceiver.deployment.export import size_of
 from adaperceiver.deployment.predict import Predictor, fingerprint, on_main_process, predict, record_call, summarize
 from adaperceiver.evaluation.grid import task_of, without_choices
 from adaperceiver.tasks_adaperceiver import TASKS
 from adaperceiver.training.arguments import Parser, check_processes, command_line
 from adaperceiver.training.checkpointing import lock
-from adaperceiver.training.checks import at_least, check_checkpoint
+from adaperceiver.training.checks import at_least, check_checkpoint, check_config, check_output
 from adaperceiver.training.data import load_any
 
 
@@ -65,9 +66,7 @@ class PredictionArguments:
 
     def __post_init__(self):
         at_least(self, 1, "shard_size", "batch_size", "workers")
-        for name in ADAPTIVE:
-            if getattr(self, name) is not None:
-                check_field(name, getattr(self, name), label=f"--{name}")
+        check_output(self, "output")
 
 
 def load_images(args: PredictionArguments) -> Dataset | IterableDataset:
@@ -94,22 +93,25 @@ def main(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
     (args,) = Parser([PredictionArguments]).parse(arguments)
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])  # of the last wait
-    check_processes(accelerator)
     check_checkpoint("model", args.model, adaperceiver=True)
-    task = task_of(AutoConfig.from_pretrained(args.model), args.model)
-    folder = Path(args.output)
-    if folder.is_file():
-        raise ValueError(f"--output must be a folder, got the file {folder}.")
+    config = check_config("model", {}, args.model)
+    task = task_of(config, args.model)
+    adaptive = {name: getattr(args, name) for name in ADAPTIVE}
+    for name, value in adaptive.items():
+        if value is not None:
+            check_field(name, value, config, f"--{name}")
     if args.exit_threshold is not None and task != "image-classification":
         raise ValueError(f"--exit_threshold is for classifiers, --model {args.model} is for {task}.")
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])  # of the last wait
+    check_processes(accelerator)
+    folder = Path(args.output)
     rows = load_images(args)
     model = getattr(transformers, TASKS[task].auto_class).from_pretrained(args.model).eval().to(accelerator.device)
     processor = AutoImageProcessor.from_pretrained(args.model)
     if not args.checkpoint_choices:
         model.adaptive_config = without_choices(model.adaptive_config)
-    adaptive = {name: getattr(args, name) for name in ADAPTIVE}
     predictor = Predictor(model, processor, task, adaptive)
+    predictor.point(size_of(processor, config.image_size))  # a budget that is too small is refused here
 
     def begin() -> None:
         data = {

@@ -179,7 +179,7 @@ def record_call(folder: Path, call: dict[str, Any]) -> None:
     """Write `manifest.json`, or raise where `folder` holds predictions of another call. `call` is keyed by options."""
     path = folder / "manifest.json"
     call = json.loads(json.dumps(call))
-    if path.exists():
+    if path.exists() and finished_shards(folder):
         before = json.loads(path.read_text())
         changed = [
             f"--{name} was {before.get(name)}, not {call.get(name)}"
@@ -189,7 +189,7 @@ def record_call(folder: Path, call: dict[str, Any]) -> None:
         if changed:
             raise ValueError(f"--output {folder} holds predictions of another call: {'; '.join(changed)}.")
         return
-    if folder.exists() and any(folder.glob("*.parquet")):
+    if any(folder.glob("*.parquet")):
         raise ValueError(f"--output {folder} holds parquet files and no manifest.json: choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     write_file(path, lambda incomplete: incomplete.write_text(json.dumps(call, indent=2) + "\n"))

@@ -29,6 +29,7 @@ import convert_official_checkpoint
 import demo
 import evaluate_model
 import evaluate_policies
+import predict
 import visualize
 
 
@@ -178,11 +179,33 @@ MISTAKES = [  # the command line, what is said of it, and the scripts
     ("--model classifier --images black.png --exit_threshold 2", "--exit_threshold must be from 0 to 1", [visualize]),
     ("--model classifier --images black.png --output text.pth", "--output must be a folder that can ", [visualize]),
 ]
+PREDICTING = [
+    ("", "the following arguments are required: --model, --dataset"),
+    ("classifier", "the following arguments are required: --dataset"),
+    ("nowhere --dataset good.parquet", "--model must be a folder with a config.json, or the id of a model on the hub"),
+    ("vit --dataset good.parquet", "--model must be an AdaPerceiver, got vit, which is vit."),
+    ("headless --dataset good.parquet", "--model headless must be a checkpoint with a head for image-classification"),
+    (
+        "segmenter --dataset good.parquet --exit_threshold 0.5",
+        "--exit_threshold is for classifiers, --model segmenter",
+    ),
+    ("classifier --dataset good.parquet --exit_threshold 2", "`--exit_threshold` must be a number from 0 to 1, got 2"),
+    ("classifier --dataset good.parquet --width 99", "`--width` must be an integer from 1 to 32, got 99."),
+    ("classifier --dataset good.parquet --policy router", "`--policy` must not be 'router' for a model without one"),
+    ("classifier --dataset good.parquet --max_gflop 1", "There is no option --max_gflop; did you mean --max_gflops?"),
+    ("classifier --dataset good.parquet --shard_size 0", "--shard_size must be at least 1, got 0."),
+    ("classifier --dataset good.parquet --output text.pth", "--output must be a folder that can be written, got text"),
+    ("classifier --dataset nowhere", "--dataset nowhere, which is no file or folder here, could not be loaded: "),
+    ("classifier --dataset nothing.parquet", "--dataset nothing.parquet "),
+    ("classifier --dataset pictures.parquet", "--image_column must be one of the columns ['picture'], got None."),
+    ("classifier --dataset good.parquet --id_column x", "--id_column must be one of the columns ['image', 'label']"),
+    ("classifier --dataset good.parquet --split test", "--split must be one of ['train'] of --dataset good.parquet"),
+]
 CASES = [
     (convert_official_checkpoint if script == "convert" else script, line, message)
     for line, message, scripts in MISTAKES
     for script in scripts
-]
+] + [(predict, line, message) for line, message in PREDICTING]
 
 
 @pytest.mark.parametrize(("script", "line", "message"), CASES, ids=lambda value: getattr(value, "__name__", value))
