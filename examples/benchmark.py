@@ -22,6 +22,7 @@ from adaperceiver.evaluation.plots import draw_ratios
 from adaperceiver.evaluation.tables import write_table
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import at_least, check_output
+from adaperceiver.training.devices import DeviceArguments
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> None:
-    (args,) = Parser([Arguments]).parse(arguments)
+    args, devices = Parser([Arguments, DeviceArguments]).parse(arguments)
     torch.set_num_threads(1 if args.smoke else args.threads)
     repeats, seconds = (1, 0) if args.smoke else (args.repeats, args.seconds)
     known = checkouts.CASES if args.against else SUITES
@@ -56,16 +57,23 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--only must be among {', '.join(known)}, got {', '.join(unknown) or 'nothing'}")
     output = Path(args.output)
 
-    print(machine())
     if args.against:
+        if devices.device not in (None, "cpu") or devices.dtype not in (None, "float32"):
+            raise ValueError("--against compares in float32 on the CPU: leave out --device and --dtype.")
+        print(machine())
         checkouts.compare(Path(args.against), output, names, args.smoke, repeats, seconds)
         return
-    bench, rows = Benchmark(SMOKE if args.smoke else PAPER, repeats, seconds, sys.stderr.isatty()), []
+    chosen = devices.start()
+    where = machine(None if str(chosen.device) == "cpu" and devices.dtype in (None, "float32") else str(chosen))
+    print(where)
+    scale = SMOKE if args.smoke else PAPER
+    bench = Benchmark(scale, repeats, seconds, sys.stderr.isatty(), chosen.device, chosen.autocast)
+    rows = []
     for name in names:
         for row in SUITES[name](bench):
             rows.append(row.record())
             print(row, flush=True)
-        write_table(rows, {"machine": machine()}, output, "results", ["suite", "name", "ratio", "target", "met"])
+        write_table(rows, {"machine": where}, output, "results", ["suite", "name", "ratio", "target", "met"])
     draw_ratios(rows, output / "ratios.png")
     print(f"results.csv, results.json and ratios.png are in {output}.")
 

@@ -15,7 +15,6 @@ with `--no_save_threshold` the threshold is only printed.
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate import Accelerator
 from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
 
@@ -25,6 +24,7 @@ from adaperceiver.evaluation.grid import check_grid, without_choices
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import at_least, check_classifier, check_output, require
 from adaperceiver.training.data import DataArguments, check_classes, load_splits, validation_batches
+from adaperceiver.training.devices import DeviceArguments
 
 
 @dataclass
@@ -54,19 +54,20 @@ class CalibrationArguments:
 
 
 def main(arguments: list[str]) -> None:
-    args, data = Parser([CalibrationArguments, DataArguments]).parse(arguments)
+    args, data, devices = Parser([CalibrationArguments, DataArguments, DeviceArguments]).parse(arguments)
     config = check_classifier("model", args.model)
     check_grid(config, None if args.tokens is None else [args.tokens], None if args.width is None else [args.width])
     _, dataset = load_splits(data)
     check_classes(dataset, data, args.model, config.num_labels)
-    accelerator = Accelerator()
+    accelerator, device = devices.accelerator()
     model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
     processor = AutoImageProcessor.from_pretrained(args.model)
     own = model.adaptive_config
     model.adaptive_config = without_choices(own)
     point = model.operating_point(tokens=args.tokens, width=args.width)
     batches = validation_batches(dataset, processor, args.batch_size, accelerator)
-    logits, labels = collect(model, batches, point.tokens, point.width)
+    with device.autocast():
+        logits, labels = collect(model, batches, point.tokens, point.width)
     if args.scale_classifier:
         temperature, before, after = scale_classifier(model, logits[-1], labels, args.seed)
         logits = logits / temperature

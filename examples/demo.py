@@ -28,6 +28,7 @@ from adaperceiver.evaluation.poster import Strip, draw_poster, exit_strips, map_
 from adaperceiver.evaluation.style import save
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import check_classifier, check_output, require
+from adaperceiver.training.devices import DeviceArguments
 
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +95,9 @@ def classify(classifier: pipeline, images: list[Image.Image], labels: list[str],
 
 def measure(classifier: pipeline, images: list[Image.Image], results: Sequence[Result]) -> None:
     """Milliseconds per image of the model alone, in batches; the operating points take turns."""
-    pixel_values = classifier.image_processor(images[: 2 * BATCH], return_tensors="pt").pixel_values
+    pixel_values = classifier.image_processor(images[: 2 * BATCH], return_tensors="pt").pixel_values.to(
+        classifier.device
+    )
     runs = {
         result.name: lambda call=result.call: [classifier.model(batch, **call) for batch in pixel_values.split(BATCH)]
         for result in results
@@ -127,7 +130,7 @@ def maps_of(folder: str, photograph: Image.Image) -> Strip:
 
 
 def main(arguments: list[str]) -> None:
-    (args,) = Parser([Arguments]).parse(arguments)
+    args, devices = Parser([Arguments, DeviceArguments]).parse(arguments)
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     check_classifier("checkpoint", args.checkpoint)
@@ -137,11 +140,12 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--samples {args.samples} must have images and their classes, got {samples.features}.")
     images = [image.convert("RGB") for image in samples["image"]]
     labels = [samples.features["label"].int2str(label) for label in samples["label"]]
+    device = devices.start()
     classifier = pipeline(
         "image-classification",
         model=args.checkpoint,
         pipeline_class=AdaPerceiverImageClassificationPipeline,
-        device="cpu",
+        device=device.device,
     )
     model, name = classifier.model, Path(args.checkpoint).name
     model.adaptive_config = without_choices(model.adaptive_config)  # so that no argument means the full model
@@ -153,12 +157,13 @@ def main(arguments: list[str]) -> None:
     calls = calls_for(model)
     bar = tqdm(total=sum(map(len, calls.values())), desc="operating points", leave=False, disable=None)
     series: dict[str, list[Result]] = {}
-    for kind, of_kind in calls.items():
-        for call in of_kind:
-            series.setdefault(kind, []).append(classify(classifier, images, labels, call))
-            bar.update()
-    bar.close()
-    measure(classifier, images, [*chain(*series.values())])
+    with device.autocast():
+        for kind, of_kind in calls.items():
+            for call in of_kind:
+                series.setdefault(kind, []).append(classify(classifier, images, labels, call))
+                bar.update()
+        bar.close()
+        measure(classifier, images, [*chain(*series.values())])
     print_table(series)
     budgets, early = series["best fixed point within a budget"], series["early exit"]
     full = budgets[-1]

@@ -47,6 +47,7 @@ from adaperceiver.training.dense_data import (
     load_dense_scored,
     mask_names,
 )
+from adaperceiver.training.devices import DeviceArguments
 
 
 @dataclass
@@ -108,7 +109,7 @@ def load_batches(
 
 
 def main(arguments: list[str]) -> None:
-    args, data = Parser([EvaluationArguments, AnyDataArguments]).parse(arguments)
+    args, data, devices = Parser([EvaluationArguments, AnyDataArguments, DeviceArguments]).parse(arguments)
     if args.save_table and args.split != "validation":
         raise ValueError(
             "--save_table needs --split validation: calls choose by the table, so it must not be of test images."
@@ -122,7 +123,7 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--{name} are for classifiers, --model {args.model} is for {task}.")
     for name in args.baselines:
         check_checkpoint("baselines", name)
-    accelerator = Accelerator()
+    accelerator, device = devices.accelerator()
     names = [config.id2label[index] for index in range(config.num_labels)]
     batches_of = load_batches(task, data, args, names, accelerator)
     model = getattr(transformers, TASKS[task].auto_class).from_pretrained(args.model).eval().to(accelerator.device)
@@ -132,15 +133,18 @@ def main(arguments: list[str]) -> None:
         return tqdm(batches_of(processor), name, unit="batch", disable=not accelerator.is_main_process)
 
     own = batches(AutoImageProcessor.from_pretrained(args.model), Path(args.model).name)
-    rows = evaluate_grid(
-        model, own, new_metric, accelerator, args.tokens, args.widths, args.depths, args.exit_thresholds
-    )
     options = (args.latency_batch_size, args.trust_remote_code)
-    baselines = [evaluate_classifier(name, batches, new_metric(), accelerator, *options) for name in args.baselines]
-    if not accelerator.is_main_process:
-        return
-    if args.latency_batch_size:
-        add_latency(model, rows, args.latency_batch_size)
+    with device.autocast():
+        rows = evaluate_grid(
+            model, own, new_metric, accelerator, args.tokens, args.widths, args.depths, args.exit_thresholds
+        )
+        baselines = [
+            evaluate_classifier(name, batches, new_metric(), accelerator, *options) for name in args.baselines
+        ]
+        if not accelerator.is_main_process:
+            return
+        if args.latency_batch_size:
+            add_latency(model, rows, args.latency_batch_size)
 
     score, higher = SCORES[task].name, SCORES[task].higher_is_better
     folder, dataset = Path(args.output), Path(data.dataset).name

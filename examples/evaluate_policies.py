@@ -34,6 +34,7 @@ from adaperceiver.evaluation.tables import write_table
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import at_least, check_classifier, check_output, require
 from adaperceiver.training.data import DataArguments, check_classes, load_scored, validation_batches
+from adaperceiver.training.devices import DeviceArguments
 
 
 @dataclass
@@ -59,19 +60,20 @@ class PolicyTableArguments:
 
 
 def main(arguments: list[str]) -> None:
-    args, data = Parser([PolicyTableArguments, DataArguments]).parse(arguments)
+    args, data, devices = Parser([PolicyTableArguments, DataArguments, DeviceArguments]).parse(arguments)
     config = check_classifier("model", args.model)
     tokens = config.token_granularities if args.tokens is None else args.tokens
     check_tokens(tokens, config)
     dataset = load_scored(data, args.split)
     check_classes(dataset, data, args.model, config.num_labels)
-    accelerator = Accelerator()
+    accelerator, device = devices.accelerator()
     model = AdaPerceiverForImageClassification.from_pretrained(args.model).eval().to(accelerator.device)
     own = model.adaptive_config
     model.adaptive_config = without_choices(own)
     thresholds = sorted({*args.exit_thresholds, *([own.exit_threshold] if own.exit_threshold else [])})
     processor = AutoImageProcessor.from_pretrained(args.model)
-    answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
+    with device.autocast():
+        answers = collect(model, validation_batches(dataset, processor, args.batch_size, accelerator), accelerator)
     if not accelerator.is_main_process:
         return
 
@@ -92,8 +94,9 @@ def main(arguments: list[str]) -> None:
     print(f"policies.csv, axes.csv (both as .json, too) and policies.png are in {folder}.", flush=True)
     if args.timed_images:
         first, _ = next(iter(validation_batches(dataset, processor, args.timed_images, Accelerator())))
-        for turns in time_rows(model, rows, first, args.batch_size):
-            write(turns)
+        with device.autocast():
+            for turns in time_rows(model, rows, first, args.batch_size):
+                write(turns)
         print()
         print_rows(rows, args.batch_size)
 

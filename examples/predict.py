@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import transformers
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import InitProcessGroupKwargs
 from datasets import Dataset, Image, IterableDataset
 from transformers import AutoImageProcessor
 from transformers.hf_argparser import HfArg
@@ -30,6 +30,7 @@ from adaperceiver.training.arguments import Parser, check_processes, command_lin
 from adaperceiver.training.checkpointing import lock
 from adaperceiver.training.checks import at_least, check_checkpoint, check_config, check_output
 from adaperceiver.training.data import load_any
+from adaperceiver.training.devices import DeviceArguments
 
 
 ADAPTIVE = ("tokens", "width", "depth", "attention", "exit_threshold", "policy", "max_gflops")
@@ -92,7 +93,7 @@ def load_images(args: PredictionArguments) -> Dataset | IterableDataset:
 def main(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model", *arguments]
-    (args,) = Parser([PredictionArguments]).parse(arguments)
+    args, devices = Parser([PredictionArguments, DeviceArguments]).parse(arguments)
     check_checkpoint("model", args.model, adaperceiver=True)
     config = check_config("model", {}, args.model)
     task = task_of(config, args.model)
@@ -102,7 +103,8 @@ def main(arguments: list[str]) -> None:
             check_field(name, value, config, f"--{name}")
     if args.exit_threshold is not None and task != "image-classification":
         raise ValueError(f"--exit_threshold is for classifiers, --model {args.model} is for {task}.")
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))])  # of the last wait
+    wait = InitProcessGroupKwargs(timeout=timedelta(days=30))  # of the processes that finish first
+    accelerator, device = devices.accelerator(kwargs_handlers=[wait])
     check_processes(accelerator)
     folder = Path(args.output)
     rows = load_images(args)
@@ -110,7 +112,7 @@ def main(arguments: list[str]) -> None:
     processor = AutoImageProcessor.from_pretrained(args.model)
     if not args.checkpoint_choices:
         model.adaptive_config = without_choices(model.adaptive_config)
-    predictor = Predictor(model, processor, task, adaptive)
+    predictor = Predictor(model, processor, task, adaptive, device.autocast)
     predictor.point(size_of(processor, config.image_size))  # a budget that is too small is refused here
 
     def begin() -> None:
@@ -124,6 +126,7 @@ def main(arguments: list[str]) -> None:
             "images": len(rows) if isinstance(rows, Dataset) else None,
             "stream_shards": None if isinstance(rows, Dataset) else rows.num_shards,
             "shard_size": args.shard_size,
+            "dtype": str(device.dtype).removeprefix("torch."),
             "task": task,
             "depth_scale": predictor.depth_scale,
             **adaptive,

@@ -22,6 +22,7 @@ from adaperceiver.evaluation.pictures import draw_changes, draw_exits, draw_feat
 from adaperceiver.evaluation.style import save
 from adaperceiver.training.arguments import Parser, command_line
 from adaperceiver.training.checks import above_zero, at_most_one, check_checkpoint, check_config, check_output, require
+from adaperceiver.training.devices import DeviceArguments
 
 
 @dataclass
@@ -56,7 +57,7 @@ def ladder(config: Any) -> dict[str, dict[str, int]]:
 
 
 def main(arguments: list[str]) -> None:
-    (args,) = Parser([Arguments]).parse(arguments)
+    args, devices = Parser([Arguments, DeviceArguments]).parse(arguments)
     transformers.logging.disable_progress_bar()
     photographs = [open_photograph(path) for path in args.images]
     check_checkpoint("model", args.model, adaperceiver=True)
@@ -64,20 +65,22 @@ def main(arguments: list[str]) -> None:
     (architecture,) = config.architectures or [None]
     if not hasattr(adaperceiver, str(architecture)):
         raise ValueError(f"--model {args.model} must be a checkpoint of AdaPerceiver, it is of {architecture}.")
-    model = getattr(adaperceiver, architecture).from_pretrained(args.model).eval()
+    device = devices.start()
+    model = getattr(adaperceiver, architecture).from_pretrained(args.model).eval().to(device.device)
     model.adaptive_config = without_choices(model.adaptive_config)
     processor = AutoImageProcessor.from_pretrained(args.model)
 
     shown = (model, processor, photographs)
-    figures = {"read": draw_read(*shown, tokens=config.max_latent_tokens)}
-    if model.base_model.dense_readout is not None:
-        figures["features"] = draw_features(*shown, ladder(config))
-    if isinstance(
-        model, (adaperceiver.AdaPerceiverForSemanticSegmentation, adaperceiver.AdaPerceiverForDepthEstimation)
-    ):
-        figures["changes"] = draw_changes(*shown, config.token_granularities)
-    if model.exits_early:
-        figures["exits"] = draw_exits(*shown, args.exit_threshold)
+    with device.autocast():
+        figures = {"read": draw_read(*shown, tokens=config.max_latent_tokens)}
+        if model.base_model.dense_readout is not None:
+            figures["features"] = draw_features(*shown, ladder(config))
+        if isinstance(
+            model, (adaperceiver.AdaPerceiverForSemanticSegmentation, adaperceiver.AdaPerceiverForDepthEstimation)
+        ):
+            figures["changes"] = draw_changes(*shown, config.token_granularities)
+        if model.exits_early:
+            figures["exits"] = draw_exits(*shown, args.exit_threshold)
     for name, figure in figures.items():
         save(figure, Path(args.output) / f"{name}.png")
     print(f"{', '.join(f'{name}.png' for name in figures)} are in {args.output}.")

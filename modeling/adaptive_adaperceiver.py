@@ -474,8 +474,8 @@ def interleaved(
             for key, run in runs.items():
                 start = time.perf_counter()
                 run()
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
+                if torch.accelerator.is_available():
+                    torch.accelerator.synchronize()
                 times[key].append(1e3 * (time.perf_counter() - start))
             rounds += 1
             progress.update()

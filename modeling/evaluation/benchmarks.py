@@ -6,6 +6,7 @@ Each suite gives rows; `SUITES` names them.
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -69,8 +70,23 @@ class Benchmark:
     repeats: int = 5  # timed runs of each side of a comparison, at least
     seconds: float = 0  # go on with a comparison for this long
     progress: bool = True
+    device: torch.device | str = "cpu"
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    def build(self, sizes: dict[str, int], *model_class: type) -> AdaPerceiverForImageClassification:
+        return build(sizes, *model_class).to(self.device)
+
+    def cast(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """A run of its own: what autocast keeps must not outlive a training step."""
+
+        def cast_run() -> None:
+            with self.autocast():
+                run()
+
+        return cast_run
 
     def times(self, runs: Mapping[Any, Callable[[], Any]], name: str, repeats: int | None = None) -> dict[Any, float]:
+        runs = {key: self.cast(run) for key, run in runs.items()}
         return interleaved(runs, repeats or self.repeats, self.seconds, name if self.progress else None)
 
     def row(self, suite: str, name: str, ratio: float, target: str, times: dict[str, float] | None = None) -> Row:
@@ -96,12 +112,12 @@ def build(
 
 
 def images(model: torch.nn.Module, batch: int) -> torch.Tensor:
-    return torch.randn(batch, 3, model.config.image_size, model.config.image_size)
+    return torch.randn(batch, 3, model.config.image_size, model.config.image_size).to(model.device)
 
 
 def block_attention_suite(bench: Benchmark) -> list[Row]:
     """Block-masked attention against bidirectional attention of the same network: slicing must cost nothing."""
-    model, rows = build(bench.scale.full), []
+    model, rows = bench.build(bench.scale.full), []
     for batch in bench.scale.batches:
         pixel_values = images(model, batch)
         for tokens in model.config.token_granularities:
@@ -118,8 +134,8 @@ def block_attention_suite(bench: Benchmark) -> list[Row]:
 def vit_suite(bench: Benchmark) -> list[Row]:
     """GFLOP/s and time against transformers' ViT, and peak memory beyond the weights against what it needs."""
     model, vit, rows = (
-        build(bench.scale.full),
-        ViTForImageClassification(ViTConfig(num_labels=1000, **bench.scale.vit)).eval(),
+        bench.build(bench.scale.full),
+        ViTForImageClassification(ViTConfig(num_labels=1000, **bench.scale.vit)).eval().to(bench.device),
         [],
     )
     config = vit.config
@@ -148,7 +164,7 @@ def vit_suite(bench: Benchmark) -> list[Row]:
     for name, bound in zip(list(runs)[1:], ("<= 0.54", "<= 1.51")):
         rows.append(bench.row("vit", f"time, batch 1, {name}", times[name] / times["vit"], bound, times))
     memory = {
-        name: peak_memory(network, lambda: network(pixel_values), pixel_values)  # noqa: B023
+        name: peak_memory(network, bench.cast(lambda: network(pixel_values)), pixel_values)  # noqa: B023
         for name, network in (("adaperceiver", model), ("vit", vit))
     }
     # What lives at once in an FFN: its input, norm and output, the hidden layer before and after the activation, and in
@@ -212,7 +228,7 @@ def peak_memory(model: torch.nn.Module, run: Callable, *inputs: torch.Tensor) ->
 
 def axes_suite(bench: Benchmark) -> list[Row]:
     """Each axis must save time, not only FLOPs."""
-    model = build(bench.scale.full)
+    model = bench.build(bench.scale.full)
     pixel_values = images(model, bench.scale.batches[1])
     config = model.config
     tokens, width, depth = config.max_latent_tokens // 8, config.hidden_size // 2, config.num_hidden_layers // 3
@@ -232,7 +248,7 @@ def axes_suite(bench: Benchmark) -> list[Row]:
 
 def probes_suite(bench: Benchmark) -> list[Row]:
     """Probes after every block, while no image exits early, against no probes."""
-    model, rows = build(bench.scale.full), []
+    model, rows = bench.build(bench.scale.full), []
     for batch in bench.scale.batches:
         pixel_values = images(model, batch)
         runs = {
@@ -247,13 +263,14 @@ def probes_suite(bench: Benchmark) -> list[Row]:
 @torch.no_grad()
 def exit_suite(bench: Benchmark) -> list[Row]:
     """Early exit with a known pattern, against the time that the blocks of the images that still run should take."""
-    model = build(bench.scale.half)
+    model = bench.build(bench.scale.half)
     pixel_values = images(model, bench.scale.many)
     many, last = bench.scale.many, model.config.num_hidden_layers
-    thresholds = exit_thresholds(
-        torch.stack([outputs.logits.softmax(-1).amax(-1) for outputs in model.anytime(pixel_values)])
-    )
-    depths = model(pixel_values, exit_threshold=thresholds).exit_depth.tolist()
+    with bench.autocast():
+        thresholds = exit_thresholds(
+            torch.stack([outputs.logits.softmax(-1).amax(-1) for outputs in model.anytime(pixel_values)])
+        )
+        depths = model(pixel_values, exit_threshold=thresholds).exit_depth.tolist()
     runs = {
         "early exit": lambda: model(pixel_values, exit_threshold=thresholds),
         "all blocks": lambda: model(pixel_values),
@@ -268,14 +285,14 @@ def exit_suite(bench: Benchmark) -> list[Row]:
 
 def groups_suite(bench: Benchmark) -> list[Row]:
     """Tokens per image, against a separate call for each token count."""
-    model = build(bench.scale.half)
+    model = bench.build(bench.scale.half)
     pixel_values = images(model, bench.scale.many)
     granularities = model.config.token_granularities
     tokens = torch.tensor([granularities[index % len(granularities)] for index in range(bench.scale.many)])
 
     def apart() -> None:
         for count in granularities:
-            model(pixel_values[tokens == count], tokens=count)
+            model(pixel_values[(tokens == count).to(bench.device)], tokens=count)
 
     runs = {"together": lambda: model(pixel_values, tokens=tokens), "apart": apart}
     times = bench.times(runs, repeats=bench.few, name="tokens per image")
@@ -288,7 +305,7 @@ def groups_suite(bench: Benchmark) -> list[Row]:
 
 def grid_suite(bench: Benchmark) -> list[Row]:
     """Predictions at all token counts, widths and depths, against one pass at each width."""
-    model = build(bench.scale.half)
+    model = bench.build(bench.scale.half)
     pixel_values = images(model, bench.scale.batches[1])
     config = model.config
     runs = {
@@ -310,11 +327,14 @@ def grid_suite(bench: Benchmark) -> list[Row]:
 
 def once_for_all_suite(bench: Benchmark) -> list[Row]:
     """A training step over all tokens, widths and depths, against one of the full model alone: forward and backward."""
-    model = build(bench.scale.half)
-    pixel_values, labels = images(model, bench.scale.step), torch.randint(0, 1000, (bench.scale.step,))
+    model = bench.build(bench.scale.half)
+    pixel_values, labels = (
+        images(model, bench.scale.step),
+        torch.randint(0, 1000, (bench.scale.step,)).to(bench.device),
+    )
     rows = step_rows(bench, model, "logits", ("<= 1.12", "<= 1.07"), pixel_values, labels=labels)
-    model = build(bench.scale.half, AdaPerceiverForDistillation)
-    features = torch.randn(bench.scale.step, model.config.grid_size**2, model.config.feature_size)
+    model = bench.build(bench.scale.half, AdaPerceiverForDistillation)
+    features = torch.randn(bench.scale.step, model.config.grid_size**2, model.config.feature_size).to(bench.device)
     name = f"{features.shape[1]} x {model.config.feature_size} features"
     return rows + step_rows(bench, model, name, ("<= 2.0", "<= 1.5"), pixel_values, teacher_features=features)
 
@@ -338,7 +358,7 @@ def step_rows(
 
     runs = {"joint": lambda: train(step), "full model": lambda: train(None)}
     times = bench.times(runs, repeats=bench.few, name=f"once for all, {name}")
-    memory = {side: peak_memory(model, run, pixel_values, *targets.values()) for side, run in runs.items()}
+    memory = {side: peak_memory(model, bench.cast(run), pixel_values, *targets.values()) for side, run in runs.items()}
 
     points = [(tokens, config.num_hidden_layers) for tokens in step.tokens]
     points += [(tokens, depth) for depth, tokens in enumerate(step.depth_tokens, start=1)]
@@ -366,5 +386,7 @@ SUITES = {
 }
 
 
-def machine() -> str:
-    return f"{machine_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32"
+def machine(device: str | None = None) -> str:
+    """`device` says where other models than those in float32 on the CPU ran."""
+    cpu = f"{machine_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{cpu}, {device or 'float32'}"

@@ -61,7 +61,7 @@ def draw_read(
     count = min(3, tokens // 2)
     chosen = [*range(count), *range(tokens - count, tokens)] if latents is None else list(latents)
     pixel_values = embedded(processor, photographs, model)
-    attention = read_attention(model, pixel_values, tokens).cpu().numpy()
+    attention = read_attention(model, pixel_values, tokens).float().cpu().numpy()
     with styled():
         figure, axes = picture_grid(len(photographs), 1 + len(chosen))
         for row, image, maps in zip(axes, pixel_values, attention):
@@ -94,7 +94,7 @@ def feature_colors(model: nn.Module, pixel_values: torch.Tensor, points: Sequenc
     reference = tokens[0].flatten(0, 1)
     mean = reference.mean(dim=0)
     _, _, directions = torch.linalg.svd(reference - mean, full_matrices=False)
-    components = (tokens - mean) @ directions[:3].T
+    components = ((tokens - mean) @ directions[:3].T).float()  # not so under autocast
     low, high = (torch.quantile(components[0].flatten(0, 1), q, dim=0) for q in (0.02, 0.98))
     return ((components - low) / (high - low)).clamp(0, 1).unflatten(2, patch_grid(model, pixel_values)).cpu().numpy()
 
@@ -124,7 +124,7 @@ def dense_predictions(model: nn.Module, pixel_values: torch.Tensor, points: Sequ
     for point in points:
         outputs = model(pixel_values, **point)
         depth = getattr(outputs, "predicted_depth", None)
-        predictions.append(outputs.logits.argmax(dim=1) if depth is None else depth)
+        predictions.append(outputs.logits.argmax(dim=1) if depth is None else depth.float())
     return torch.stack(predictions).cpu().numpy()
 
 

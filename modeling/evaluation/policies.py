@@ -253,8 +253,8 @@ def time_rows(
 def milliseconds(run: Callable[[], None]) -> float:
     start = time.perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     return 1e3 * (time.perf_counter() - start)
 
 
