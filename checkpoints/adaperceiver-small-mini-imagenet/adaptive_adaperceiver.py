@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/adaptive_adaperceiver.py

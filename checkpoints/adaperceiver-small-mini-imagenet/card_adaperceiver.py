@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/card_adaperceiver.py

@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/configuration/configuration_adaperceiver.py

@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/hub_adaperceiver.py

@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/image_processing_adaperceiver.py

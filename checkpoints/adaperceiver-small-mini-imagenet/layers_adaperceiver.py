@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/layers_adaperceiver.py

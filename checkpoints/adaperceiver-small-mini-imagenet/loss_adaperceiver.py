@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/loss_adaperceiver.py

@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/modeling_adaperceiver.py

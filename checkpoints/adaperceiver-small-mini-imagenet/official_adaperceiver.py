@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/official_adaperceiver.py

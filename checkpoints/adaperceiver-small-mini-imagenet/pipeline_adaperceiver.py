@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/pipeline_adaperceiver.py

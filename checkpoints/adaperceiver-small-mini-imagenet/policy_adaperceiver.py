@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/policy_adaperceiver.py

@@ -1,0 +1,1 @@
+../../../../../tmp/leadpkg/adaperceiver/tasks_adaperceiver.py
