@@ -35,7 +35,7 @@ def map_strip(model: nn.Module, processor: Any, photograph: Image.Image, tokens:
     alpha = 0.55 if masks else 1.0
     pixel_values = embedded(processor, [photograph], model)
     maps = dense_predictions(model, pixel_values, [{"tokens": count} for count in tokens])[:, 0].astype(float)
-    picture = 255 * shown(pixel_values[0], processor)
+    picture: np.ndarray = 255 * shown(pixel_values[0], processor)
     pictures = [picture, *(1 - alpha) * picture + alpha * to_colors(maps, maps.min(), maps.max())]
     images = [square(Image.fromarray(one.round().astype(np.uint8))) for one in pictures]
     captions = ["photograph", *(f"{count} token{'s' * (count > 1)}" for count in tokens)]

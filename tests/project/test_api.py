@@ -1,15 +1,8 @@
 """The API reference says what the docstrings say, of everything that the package offers."""
 
-import sys
-
-from conftest import ROOT
+import write_api
 
 import adaperceiver
-
-
-sys.path.insert(0, str(ROOT / "docs"))
-
-import write_api
 
 
 def test_the_reference_is_that_of_the_docstrings():
