@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/adaptive_adaperceiver.py
+../../modeling/adaptive_adaperceiver.py

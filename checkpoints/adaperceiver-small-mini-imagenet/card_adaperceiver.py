@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/card_adaperceiver.py
+../../modeling/card_adaperceiver.py

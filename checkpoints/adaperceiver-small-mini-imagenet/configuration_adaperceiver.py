@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/configuration/configuration_adaperceiver.py
+../../configuration/configuration_adaperceiver.py

@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/hub_adaperceiver.py
+../../modeling/hub_adaperceiver.py

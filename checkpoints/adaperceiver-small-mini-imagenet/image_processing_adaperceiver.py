@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/image_processing_adaperceiver.py
+../../modeling/image_processing_adaperceiver.py

@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/layers_adaperceiver.py
+../../modeling/layers_adaperceiver.py

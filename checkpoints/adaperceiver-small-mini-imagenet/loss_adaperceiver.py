@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/loss_adaperceiver.py
+../../modeling/loss_adaperceiver.py

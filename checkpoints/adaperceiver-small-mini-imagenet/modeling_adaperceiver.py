@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/modeling_adaperceiver.py
+../../modeling/modeling_adaperceiver.py

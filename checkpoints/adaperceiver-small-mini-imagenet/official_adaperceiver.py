@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/official_adaperceiver.py
+../../modeling/official_adaperceiver.py

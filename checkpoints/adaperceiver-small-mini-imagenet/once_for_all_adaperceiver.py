@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/once_for_all_adaperceiver.py
+../../modeling/once_for_all_adaperceiver.py

@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/pipeline_adaperceiver.py
+../../modeling/pipeline_adaperceiver.py

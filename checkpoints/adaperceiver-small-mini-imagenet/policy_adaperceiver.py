@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/policy_adaperceiver.py
+../../modeling/policy_adaperceiver.py

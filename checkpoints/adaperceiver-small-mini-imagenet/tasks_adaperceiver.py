@@ -1,1 +1,1 @@
-../../../../../tmp/leadpkg/adaperceiver/tasks_adaperceiver.py
+../../modeling/tasks_adaperceiver.py
