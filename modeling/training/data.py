@@ -21,7 +21,7 @@ import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from datasets import ClassLabel, Dataset, Image, IterableDataset, Value, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets.exceptions import DatasetGenerationError, DatasetsError
 from PIL import Image as PILImage
 from transformers.hf_argparser import HfArg
 
@@ -151,7 +151,8 @@ def load_any(path: str, config: str | None = None, **options) -> dict[str, Datas
         return load_dataset(path, config, **options)
     except (OSError, ValueError, DatasetsError) as error:
         where = "" if os.path.exists(path) else ", which is no file or folder here,"
-        raise ValueError(f"--dataset {path}{where} could not be loaded: {error}") from error
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error  # which says nothing itself
+        raise ValueError(f"--dataset {path}{where} could not be loaded: {reason}") from error
 
 
 def two_splits(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, assert_equal
@@ -64,7 +65,10 @@ def write_parquet(folder, targets, column="label", validation="validation", **ot
         for name, values in others.items():
             columns[name] = values
             features[name] = datasets.Value("string")
-        datasets.Dataset.from_dict(columns, features=features).to_parquet(folder / f"{split}.parquet")
+        rows = datasets.Dataset.from_dict(columns, features=features)
+        with pyarrow.parquet.ParquetWriter(folder / f"{split}.parquet", features.arrow_schema) as writer:
+            if targets:
+                writer.write_table(rows.data.table.cast(features.arrow_schema))
     return str(folder)
 
 
@@ -248,10 +252,10 @@ def test_depth_in_whole_numbers_needs_a_scale(tmp_path):
     assert_equal(train[1]["depth"].numpy(), (millimetres[1] * 0.001).astype(np.float32))
     train, _ = splits_of("nyuv2", coarse, depth_scale=10 / 255, depth_offset=0.5)
     assert_equal(train[1]["depth"].numpy(), ((codes[1] + 0.5) * (10 / 255)).astype(np.float32))
-    for source, kind in ((deep, "uint16"), (coarse, "uint8")):
+    for source, kind in ((deep, "uint16|int32"), (coarse, "uint8")):  # older Pillows widen 16 bits
         train, _ = splits_of("nyuv2", source)
         with pytest.raises(
-            ValueError, match=rf"train\[0\]: depth is stored in whole numbers \({kind}\).*--depth_scale"
+            ValueError, match=rf"train\[0\]: depth is stored in whole numbers \(({kind})\).*--depth_scale"
         ):
             train[0]
         with pytest.raises(ValueError, match=r"2 of 2 samples .*: sample 0, id train\[0\]: .*--depth_scale"):
