@@ -42,7 +42,7 @@ lint: .venv/installed
 	    "$$($(BIN)/python -c 'import mlinter; print(mlinter.__path__[0])')/rules.toml" > .venv/lint/rules.toml
 	$(BIN)/mlinter --no-progress --rules-toml .venv/lint/rules.toml modeling configuration
 	ln -s $(CURDIR)/modeling/*.py $(CURDIR)/configuration $(CURDIR)/modeling/training $(CURDIR)/modeling/evaluation \
-	    .venv/lint/adaperceiver/
+	    $(CURDIR)/modeling/deployment .venv/lint/adaperceiver/
 	cd .venv/lint && ../bin/mypy --config-file ../../pyproject.toml -p adaperceiver
 
 # The folders in checkpoints/ load as from the hub; a new one gets links to the code.

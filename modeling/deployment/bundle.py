@@ -8,6 +8,7 @@ of blocks, and the number of latents is an axis of unknown length, so no operati
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Readout(nn.Module):
     def __init__(self, model: AdaPerceiverPreTrainedModel, image_size: Sequence[int]):
         super().__init__()
         base, self.image_size = model.base_model, tuple(image_size)
-        vars(self)["model"] = model  # for its methods; what it is made of follows, and no blocks
+        object.__setattr__(self, "model", model)  # for its methods; what it is made of follows, and no blocks
         own = [(name, part) for name, part in model.named_children() if part is not base]
         readouts = [(name, getattr(base, name)) for name in ("class_readout", "dense_readout")]
         for name, part in [*own, *readouts]:
@@ -147,7 +148,9 @@ def write_bundle(
 
     say("exporting the parts")
     parts = exported_parts(model, image_size)
-    files = {f"{name}.onnx": (name, None) for name in ("embed", "read", "readout")}
+    files: dict[str, tuple[str, tuple[int, int, int] | None]] = {
+        f"{name}.onnx": (name, None) for name in ("embed", "read", "readout")
+    }
     segments = list(zip([0, *depths], depths))
     for width, (start, stop) in product(config.widths, segments):
         files[f"blocks_{width}_{start}_{stop}.onnx"] = ("block", (width, start, stop))
@@ -197,9 +200,7 @@ def write_bundle(
             proto, units = chain(proto, start, stop), config.ffn_hidden_size(width)
         graph = onnx.ModelProto()
         graph.CopyFrom(proto)
-        file.attach(
-            graph, lambda argument, part=part: name_in_model(part, argument), lambda name, u=units: rows(name, u)
-        )
+        file.attach(graph, partial(name_in_model, part), partial(rows, units=units))
         onnx.save(graph, folder / file_name)
 
     readout, outputs = parts["readout"][0], [value.name for value in parts["readout"][1].graph.output]
@@ -287,7 +288,7 @@ def exported_parts(
             outputs,
         ),
     }
-    parts = {}
+    parts: dict[str, tuple] = {}
     with exported_attention(model):
         for name, (part, inputs, output_names) in calls.items():
             proto = export_part(part.eval(), inputs, dynamic, output_names)
@@ -316,7 +317,9 @@ def defaults_of(model: AdaPerceiverPreTrainedModel) -> dict[str, Any]:
     return {name: own[name] for name in kept if name in own}
 
 
-def exits_of(model: AdaPerceiverPreTrainedModel, image_size: Sequence[int], after: int, every: int) -> dict[str, Any]:
+def exits_of(
+    model: AdaPerceiverPreTrainedModel, image_size: tuple[int, int], after: int, every: int
+) -> dict[str, Any]:
     """Where images may exit, the temperatures of the probes, and the GFLOPs of one probe by tokens."""
     config, cost = model.config, {}
     for tokens in config.token_granularities:
@@ -328,7 +331,7 @@ def exits_of(model: AdaPerceiverPreTrainedModel, image_size: Sequence[int], afte
 
 
 def points_of(
-    model: AdaPerceiverPreTrainedModel, image_size: Sequence[int], depths: Sequence[int]
+    model: AdaPerceiverPreTrainedModel, image_size: tuple[int, int], depths: Sequence[int]
 ) -> list[dict[str, Any]]:
     """The trained operating points of the bundle, best first, with GFLOPs per image, and scores where these are known."""
     config, table = model.config, model.accuracy_table

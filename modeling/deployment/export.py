@@ -139,7 +139,7 @@ def load(folder: Path, threads: int | None = None) -> Predictor:
 
 def named_outputs(outputs: ModelOutput) -> dict[str, np.ndarray]:
     """The tensors of a model's output, by the names that the exporters give them."""
-    named = {}
+    named: dict[str, Any] = {}
     for name, value in outputs.items():
         several = value if isinstance(value, (tuple, list)) else None
         named |= {name: value} if several is None else {f"{name}.{index}": one for index, one in enumerate(several)}
@@ -175,7 +175,7 @@ def verify(
     Compare an export with PyTorch at two batch sizes, and at several image sizes if that is open: in float32 on random images,
     in int8 on `images`, which are some of its kind. Raises if they differ.
     """
-    config = network.config if config is None else config
+    config = network.config if config is None else config  # type: ignore[union-attr]  # a function comes with one
     sizes = [tuple(image_size)]
     if dynamic_size:
         own, patch = config.image_size, config.patch_size
@@ -212,7 +212,7 @@ def size_of(processor: BaseImageProcessor, default: int) -> tuple[int, int]:
 
 
 def preprocessing_of(processor: BaseImageProcessor) -> dict[str, Any]:
-    names = ("do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size")
+    names: tuple[str, ...] = ("do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size")
     names += ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     values = processor.to_dict()
     options = {name: values.get(name) for name in names}

@@ -31,7 +31,7 @@ class WithWeights(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        vars(self)["module"] = module  # not as a submodule: it would bring weights of its own
+        object.__setattr__(self, "module", module)  # not as a submodule: it would bring weights of its own
 
     def forward(self, weights: dict[str, torch.Tensor], **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         return functional_call(self.module, weights, (), inputs)

@@ -48,7 +48,7 @@ def score_network(
     def exported(pixel_values: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(predict(pixel_values.numpy())[field])
 
-    pair = ({}, lambda pixel_values: network(pixel_values)[field], exported)
+    pair: tuple[dict, Callable, Callable] = ({}, lambda pixel_values: network(pixel_values)[field], exported)
     return score_pairs([pair], batches, task, network.config.num_labels, **options)
 
 

@@ -134,7 +134,7 @@ class AdaptiveSession:
             if stop not in probes and stop != depth:
                 continue
             values = dict(zip(manifest["outputs"], self.readout(latents, input_tokens, positions["rope"])))
-            leaving = np.ones(len(rows), dtype=bool)
+            leaving: np.ndarray = np.ones(len(rows), dtype=bool)
             if stop != depth:
                 temperatures = manifest["exit"]["temperatures"]
                 temperature = 1.0 if temperatures is None else temperatures[stop - 1]
@@ -191,7 +191,7 @@ class AdaptiveSession:
         if tokens > network["max_latent_tokens"]:
             frequencies = frequencies / np.float32(tokens / network["max_latent_tokens"])
         angles = np.arange(tokens, dtype=np.float32)[:, None] * frequencies
-        mask = np.zeros((tokens, tokens), dtype=np.float32)
+        mask: np.ndarray = np.zeros((tokens, tokens), dtype=np.float32)
         if network["attention"] == "block":
             start = 0
             for stop in [count for count in network["token_granularities"] if count < tokens]:
@@ -278,7 +278,7 @@ class AdaptiveSession:
         random = np.random.default_rng(0)
         pixel_values = random.standard_normal((batch_size, network["num_channels"], rows, columns), dtype=np.float32)
         (input_tokens,) = self.graph("embed", pixel_values=pixel_values)
-        runs: dict[str, tuple[Callable, dict[str, np.ndarray], int]] = {}
+        runs: dict[str, tuple[Callable, dict[str, Any], int]] = {}
         runs["embed"] = (self.graph, {"name": "embed", "pixel_values": pixel_values}, 1)
         for tokens in network["token_granularities"]:
             positions = self.positions(tokens)
@@ -288,7 +288,7 @@ class AdaptiveSession:
                 {"name": "read", "input_tokens": input_tokens, "rope": positions["rope"]},
                 1,
             )
-            arguments = {"latents": latents, "input_tokens": input_tokens, "rope": positions["rope"]}
+            arguments: dict[str, Any] = {"latents": latents, "input_tokens": input_tokens, "rope": positions["rope"]}
             runs[f"readout {tokens}"] = (self.readout, arguments, 1)
             for width in self.manifest["widths"]:
                 arguments = {"name": f"blocks_{width}_0_{first}", "latents": latents, **positions}
@@ -355,7 +355,7 @@ def prepare(image: Any, options: dict[str, Any]) -> np.ndarray:
             pixels = np.asarray(PIL.Image.fromarray(pixels).resize(size, options["resample"]))
     if options["do_center_crop"]:
         pixels = center_crop(pixels, options["crop_size"]["height"], options["crop_size"]["width"])
-    values = pixels.astype(np.float32)
+    values: np.ndarray = pixels.astype(np.float32)
     if options["do_rescale"]:
         values = (pixels.astype(np.float64) * options["rescale_factor"]).astype(np.float32)
     if options["do_normalize"]:
@@ -444,7 +444,10 @@ def openvino_loader(folder: Path, threads: int | None) -> Callable[[str], Callab
     import openvino
 
     core = openvino.Core()
-    options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}  # else bfloat16 where the CPU has it
+    options: dict[str, Any] = {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "f32",
+    }  # else bfloat16 where the CPU has it
     if threads is not None:
         options["INFERENCE_NUM_THREADS"] = threads
 
