@@ -71,7 +71,7 @@ benchmark: .venv/installed
 
 .venv/lowest/installed: setup.cfg pyproject.toml
 	test -x .venv/lowest/bin/python || $(PYTHON) -m venv .venv/lowest
-	sed -nE 's/^ +([a-zA-Z_-]+)>=([0-9.]+).*/\1==\2/p' setup.cfg > .venv/lowest/lowest.txt
+	sed -nE 's/^ +([a-zA-Z0-9_-]+)>=([0-9.]+).*/\1==\2/p' setup.cfg > .venv/lowest/lowest.txt
 	.venv/lowest/bin/pip install --quiet --constraint .venv/lowest/lowest.txt --editable ".[test]"
 	touch $@
 
